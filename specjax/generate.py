@@ -1,0 +1,257 @@
+"""Plain decoding: one compiled `while_loop` for a whole batch.
+
+`start` prefills the prompts and `advance` runs the loop; `autoregressive` and
+`stream` drive those two programs, so streamed and unstreamed text are equal.
+Nothing comes back to the host inside `advance`.
+
+Invariant: `length` tokens of a row are committed and the cache is valid for
+length - 1 of them; the last one has not been fed. A prompt needs no logits.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from specjax import sampling, types
+
+PREFILL = 64  # prompt tokens a prefill step; slots are a multiple of it
+SLOT_STEP = 256  # slots come in multiples of this: one program a multiple
+
+
+class State(NamedTuple):
+  """All that a decode loop carries. Rows never read each other's entries."""
+
+  tokens: jax.Array  # [B, S] int32, prompt then answer
+  prompt_length: jax.Array  # [B] int32
+  length: jax.Array  # [B] int32, committed tokens, prompt included
+  max_new: jax.Array  # [B] int32, a row's limit
+  finish: jax.Array  # [B] int32, see types.FINISH_REASONS
+  key: jax.Array  # [B] a request's key, never consumed, only folded
+  sampling: types.Sampling  # fields [B]
+  stop_ids: jax.Array  # [STOP_IDS] int32
+  cache: Any
+  steps: jax.Array  # [] int32, target calls made
+
+
+def num_slots(target, prompt_width, max_new_tokens):
+  """Cache slots for a request: the multiple of SLOT_STEP that holds it.
+
+  No more than the target's context needs, since a row ends there.
+  """
+  most = min(prompt_width + max_new_tokens, target.context)
+  return -(-max(most, 1) // SLOT_STEP) * SLOT_STEP
+
+
+def autoregressive(target, params, request, *, max_new_tokens, slots=None):
+  """Decode every row to its end, one token a target call.
+
+  Token t of a row's answer is drawn from sampling.probabilities(logits) with
+  the uniform of fold_in(request.key, t), so it depends on the row's prompt,
+  key and sampling values alone: not on its neighbours, its place in the batch
+  or how the call is cut into chunks.
+
+  Args:
+    target: a `Target`; params: its parameters.
+    request: a `Request` of B rows.
+    max_new_tokens: the width of the answer; a row's own max_new may be less.
+    slots: cache slots, by default `num_slots`. Each (B, slots) is one program.
+
+  Returns:
+    `Output` of numpy arrays.
+
+  Raises:
+    ValueError: a prompt is empty, or longer than the context or the slots.
+  """
+  state = start(
+    target, params, request, max_new_tokens=max_new_tokens, slots=slots
+  )
+  state = advance(target, params, state, steps=max_new_tokens)
+  return output(state, max_new_tokens)
+
+
+def stream(
+  target, params, request, *, max_new_tokens, slots=None, chunk_steps=8
+):
+  """`autoregressive`, yielding the `Output` so far every `chunk_steps` steps.
+
+  Rows that go on say "running". The last one yielded equals what
+  `autoregressive` returns.
+  """
+  state = start(
+    target, params, request, max_new_tokens=max_new_tokens, slots=slots
+  )
+  while True:
+    state = advance(target, params, state, steps=chunk_steps)
+    result = output(state, max_new_tokens)
+    yield result
+    if not (result.finish_reason == types.RUNNING).any():
+      return
+
+
+def start(target, params, request, *, max_new_tokens, slots=None):
+  """Place the prompts and fill the cache for all but their last token."""
+  prompt = np.asarray(request.prompt, np.int32)
+  length = np.asarray(request.length, np.int32)
+  max_new = np.asarray(request.max_new, np.int32)
+  slots = slots or num_slots(target, prompt.shape[1], max_new_tokens)
+  _check(target, prompt, length, max_new, max_new_tokens, slots)
+  # numpy, because a jnp.pad would compile once for every prompt width
+  tokens = np.zeros((len(prompt), slots), np.int32)
+  width = min(prompt.shape[1], slots)
+  tokens[:, :width] = prompt[:, :width]
+  ended = np.where(length >= target.context, types.CONTEXT, types.RUNNING)
+  state = State(
+    tokens=tokens,
+    prompt_length=length,
+    length=length.copy(),
+    max_new=max_new,
+    finish=np.where(max_new == 0, types.LENGTH, ended).astype(np.int32),
+    key=request.key,
+    sampling=types.Sampling(
+      *(
+        np.asarray(x, dtype)
+        for x, dtype in zip(
+          request.sampling,
+          (np.float32, np.int32, np.float32, np.float32),
+          strict=True,
+        )
+      )
+    ),
+    stop_ids=np.asarray(request.stop_ids, np.int32),
+    cache=None,
+    steps=np.int32(0),
+  )
+  return _prefill(target, params, state)
+
+
+def _check(target, prompt, length, max_new, max_new_tokens, slots):
+  if slots % PREFILL:
+    raise ValueError(f"slots must be a multiple of {PREFILL}, got {slots}")
+  if (length < 1).any():
+    raise ValueError(f"row {int(length.argmin())} has an empty prompt")
+  if (length > prompt.shape[1]).any():
+    raise ValueError(
+      f"length {length.max()} is more than the prompt's width {prompt.shape}"
+    )
+  if (length > target.context).any():
+    raise ValueError(
+      f"row {int(length.argmax())} has {length.max()} tokens; the model's"
+      f" context holds {target.context}"
+    )
+  needed = np.minimum(length + max_new, target.context).max()
+  if slots < needed:
+    raise ValueError(f"{needed} tokens do not fit in {slots} slots")
+  if (max_new < 0).any() or (max_new > max_new_tokens).any():
+    raise ValueError(
+      f"max_new must be in 0..{max_new_tokens}, got {max_new.tolist()}"
+    )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _prefill(target, params, state):
+  """Feed tokens 0 .. length - 2 of each row, PREFILL at a time.
+
+  The number of chunks is data, so a prompt's length compiles nothing. Rows
+  write junk behind their own end; it is overwritten before it can be seen.
+  """
+  B, S = state.tokens.shape
+  running = state.finish == types.RUNNING
+  fed = jnp.where(running, state.length - 1, 0).max()
+
+  def feed(carry):
+    at, cache = carry
+    tokens = lax.dynamic_slice(state.tokens, (0, at), (B, PREFILL))
+    positions = jnp.broadcast_to(at + jnp.arange(PREFILL), (B, PREFILL))
+    _, _, cache = target.apply(params, tokens, positions, cache)
+    return at + PREFILL, cache
+
+  _, cache = lax.while_loop(
+    lambda carry: carry[0] < fed,
+    feed,
+    (jnp.int32(0), target.init_cache(B, S)),
+  )
+  return state._replace(cache=cache)
+
+
+def advance(target, params, state, *, steps):
+  """Run the loop for at most `steps` target calls, or until all rows end.
+
+  `state` is donated: use what is returned.
+  """
+  return _advance(target, params, state, np.int32(min(steps, 2**31 - 1)))
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _advance(target, params, state, steps):
+  last = state.steps + steps
+  return lax.while_loop(
+    lambda s: (s.steps < last) & (s.finish == types.RUNNING).any(),
+    functools.partial(_step, target, params),
+    state,
+  )
+
+
+def _step(target, params, state):
+  """Feed the last token, draw the next, commit it: one target call."""
+  running = state.finish == types.RUNNING  # [B]
+  B, S = state.tokens.shape
+  rows = jnp.arange(B)
+  at = jnp.where(running, state.length - 1, S)  # S: a frozen row writes nothing
+  token = state.tokens[rows, state.length - 1]
+  hidden, _, cache = target.apply(
+    params, token[:, None], at[:, None], state.cache
+  )
+  logits = target.unembed(params, hidden[:, 0])  # [B, V]
+  p = jax.vmap(sampling.probabilities)(logits, state.sampling)
+  t = state.length - state.prompt_length
+  keys = jax.vmap(jax.random.fold_in)(state.key, t)
+  u = jax.vmap(jax.random.uniform)(keys)
+  token = jax.vmap(sampling.draw)(p, u)
+
+  finite = jnp.isfinite(p[:, 0])  # a broken row is NaN everywhere
+  grown = running & finite
+  length = state.length + grown
+  full = length >= target.context
+  finish = jnp.where(full, types.CONTEXT, types.RUNNING)
+  finish = jnp.where(t + 1 >= state.max_new, types.LENGTH, finish)
+  is_stop = (token[:, None] == state.stop_ids).any(1)
+  finish = jnp.where(is_stop, types.STOP, finish)
+  finish = jnp.where(finite, finish, types.NONFINITE)
+  return state._replace(
+    tokens=state.tokens.at[rows, jnp.where(grown, state.length, S)].set(
+      token, mode="drop"
+    ),
+    length=length,
+    finish=jnp.where(running, finish, state.finish).astype(jnp.int32),
+    cache=cache,
+    steps=state.steps + 1,
+  )
+
+
+def output(state, max_new_tokens):
+  """Read what is committed so far back to the host, as an `Output`."""
+  tokens, prompt_length, length, finish, steps = jax.device_get(
+    (
+      state.tokens,
+      state.prompt_length,
+      state.length,
+      state.finish,
+      state.steps,
+    )
+  )
+  t = np.arange(max_new_tokens)  # [N]
+  count = length - prompt_length
+  real = t < count[:, None]  # [B, N]
+  at = np.minimum(prompt_length[:, None] + t, tokens.shape[1] - 1)
+  return types.Output(
+    tokens=np.where(real, np.take_along_axis(tokens, at, 1), -1),
+    length=count,
+    finish_reason=finish,
+    logprobs=None,
+    round=np.where(real, t, -1),
+    stats=types.Stats(steps=steps),
+  )

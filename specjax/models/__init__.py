@@ -1,0 +1,1 @@
+"""Models: weights, tokenizers and the transformer behind a `Target`."""

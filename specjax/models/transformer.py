@@ -1,0 +1,218 @@
+"""The decoder-only transformer, as a Flax module that ends in a `Target`.
+
+RMSNorm before each block, rotary positions, grouped-query attention, SwiGLU
+(Touvron et al. 2023; Dubey et al. 2024). Layers are unrolled, each with its
+own arrays, and q/k/v and gate/up are one matrix each, input-major [in, out]:
+a decode step reads every weight once and XLA copies none of them. Nothing
+outside this file knows Flax.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from specjax import cache as kv
+from specjax.types import Target
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """An architecture; `families.py` makes it from a file's own description."""
+
+  vocab_size: int
+  width: int  # D
+  layers: int  # L
+  heads: int  # H
+  kv_heads: int  # G
+  head_dim: int
+  hidden: int  # width of the MLP
+  context: int  # positions the model was trained for
+  inv_freq: tuple[float, ...]  # [head_dim / 2] rotary frequencies, rad/token
+  norm_eps: float = 1e-5
+  tied: bool = False  # the head is the transposed embedding
+  qkv_bias: bool = False
+  out_bias: bool = False
+  mlp_bias: bool = False
+
+
+def rotary(positions, inv_freq):
+  """cos and sin [B, T, 1, head_dim / 2] of position * frequency.
+
+  Made once a step: in every layer they would cost more than the attention.
+  """
+  angle = positions[..., None, None] * jnp.asarray(inv_freq, jnp.float32)
+  return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x, cos, sin):
+  """Rotate the pairs (x_i, x_{i + head_dim / 2}) of x [B, T, heads, head_dim].
+
+  Su et al. 2021, eq. 34, in the half-split layout of Hugging Face weights.
+  """
+  a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+  return turned.astype(x.dtype)
+
+
+def attend(q, k, v, mask):
+  """softmax(q k^T / sqrt(head_dim)) v, in float32, over visible slots.
+
+  Args:
+    q: [B, T, H, head_dim]; k, v: [B, G, S, head_dim], H a multiple of G.
+    mask: [B, T, S], True where a query sees a slot.
+
+  Returns:
+    [B, T, H, head_dim]
+  """
+  B, T, H, d = q.shape
+  G, S = k.shape[1:3]
+  q = q.reshape(B, T, G, H // G, d).transpose(0, 2, 1, 3, 4)
+  q = q.reshape(B, G, -1, d)  # the queries of a key head are one matrix
+  scores = jnp.einsum(
+    "bgnd,bgsd->bgns", q, k, preferred_element_type=jnp.float32
+  )
+  scores = scores.reshape(B, G, T, H // G, S) * d**-0.5
+  scores = jnp.where(mask[:, None, :, None], scores, -jnp.inf)
+  weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+  out = jnp.einsum("bgns,bgsd->bgnd", weights.reshape(B, G, -1, S), v)
+  out = out.reshape(B, G, T, H // G, d).transpose(0, 2, 1, 3, 4)
+  return out.reshape(B, T, H, d)
+
+
+class RMSNorm(nn.Module):
+  """x / sqrt(mean(x^2) + eps) * scale (Zhang and Sennrich 2019)."""
+
+  eps: float
+
+  @nn.compact
+  def __call__(self, x):
+    scale = self.param("scale", nn.initializers.ones, x.shape[-1:])
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + self.eps)
+    return y.astype(x.dtype) * scale
+
+
+class Linear(nn.Module):
+  """x @ kernel + bias, the kernel stored [in, out]."""
+
+  features: int
+  bias: bool = False
+
+  @nn.compact
+  def __call__(self, x):
+    shape = (x.shape[-1], self.features)
+    y = x @ self.param("kernel", nn.initializers.normal(0.02), shape)
+    if self.bias:
+      y = y + self.param("bias", nn.initializers.zeros, shape[1:])
+    return y
+
+
+class Layer(nn.Module):
+  """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+  config: Config
+
+  @nn.compact
+  def __call__(self, x, positions, angles, mask, cache):
+    c = self.config
+    B, T, _ = x.shape
+    y = RMSNorm(c.norm_eps, name="attn_norm")(x)
+    heads = c.heads + 2 * c.kv_heads
+    y = Linear(heads * c.head_dim, c.qkv_bias, name="qkv")(y)
+    y = y.reshape(B, T, heads, c.head_dim)
+    turned = rotate(y[:, :, : c.heads + c.kv_heads], *angles)
+    q, k = turned[:, :, : c.heads], turned[:, :, c.heads :]
+    v = y[:, :, c.heads + c.kv_heads :]
+    if cache is not None:
+      cache = kv.write(cache, k, v, positions)
+      k, v = cache
+    else:
+      k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+    y = attend(q, k, v, mask).reshape(B, T, -1)
+    x = x + Linear(c.width, c.out_bias, name="out")(y)
+
+    y = RMSNorm(c.norm_eps, name="mlp_norm")(x)
+    y = Linear(2 * c.hidden, c.mlp_bias, name="gate_up")(y)
+    gate, up = jnp.split(y, 2, axis=-1)
+    y = jax.nn.silu(gate) * up
+    return x + Linear(c.width, c.mlp_bias, name="down")(y), cache
+
+
+class Transformer(nn.Module):
+  """tokens [B, T] -> hidden [B, T, D] after the last norm; see `Target`."""
+
+  config: Config
+
+  def setup(self):
+    c = self.config
+    small = nn.initializers.normal(0.02)
+    self.embed = self.param("embed", small, (c.vocab_size, c.width))
+    if not c.tied:
+      self.head = self.param("head", small, (c.width, c.vocab_size))
+    self.layers = [Layer(c, name=f"layer_{i}") for i in range(c.layers)]
+    self.norm = RMSNorm(c.norm_eps)
+
+  def __call__(self, tokens, positions, cache=None, features=()):
+    x = self.embed[tokens]  # [B, T, D]
+    angles = rotary(positions, self.config.inv_freq)
+    if cache is None:
+      mask = positions[:, None, :] <= positions[:, :, None]
+    else:
+      mask = kv.visible(positions, cache[0].k.shape[2])
+    taps, caches = {}, []
+    for i, layer in enumerate(self.layers):
+      x, new = layer(x, positions, angles, mask, cache and cache[i])
+      taps[i] = x
+      caches.append(new)
+    B, T, D = x.shape
+    none = jnp.zeros((B, T, 0, D), x.dtype)
+    tapped = jnp.stack([taps[i] for i in features], 2) if features else none
+    return self.norm(x), tapped, None if cache is None else tuple(caches)
+
+  def unembed(self, hidden):
+    return hidden @ (self.embed.T if self.config.tied else self.head)
+
+
+def init(config, key, dtype=jnp.float32):
+  """Return seeded random parameters, normal(0, 0.02), of this architecture."""
+  tokens = jnp.zeros((1, 1), jnp.int32)
+  module = Transformer(config)
+
+  @jax.jit
+  def make(key):
+    params = module.init(key, tokens, tokens)["params"]
+    return jax.tree.map(lambda x: x.astype(dtype), params)
+
+  return make(key)
+
+
+def shapes(config):
+  """Return the parameter tree as `jax.ShapeDtypeStruct`s, in float32."""
+  return jax.eval_shape(lambda: init(config, jax.random.key(0)))
+
+
+@functools.cache  # equal configs share one Target, hence compiled programs
+def make(config, dtype=jnp.float32):
+  """Return the `Target` of an architecture; `dtype` is its cache's."""
+  module = Transformer(config)
+
+  def apply(params, tokens, positions, cache, *, features=()):
+    return module.apply({"params": params}, tokens, positions, cache, features)
+
+  def unembed(params, hidden):
+    return module.apply({"params": params}, hidden, method="unembed")
+
+  def init_cache(batch, slots):
+    return kv.init(batch=batch, slots=slots, dtype=dtype, **cache_shape(config))
+
+  return Target(apply, unembed, init_cache, config.vocab_size, config.context)
+
+
+def cache_shape(config):
+  """The part of `cache.init`'s arguments that the architecture decides."""
+  return dict(
+    layers=config.layers, kv_heads=config.kv_heads, head_dim=config.head_dim
+  )

@@ -1,0 +1,81 @@
+"""The seams: what a model, a request and an answer are.
+
+Everything that decodes is written against these values and knows nothing of
+weights, files or the network that computes the logits.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+
+class Target(NamedTuple):
+  """A language model as pure, batched functions of its parameters.
+
+  Make it once: it is a static argument of the jitted programs and is hashed by
+  the identity of its functions, so a second copy compiles a second time.
+  """
+
+  # (params, tokens [B, T], positions [B, T], cache, *, features=())
+  #   -> (hidden [B, T, D], taps [B, T, F, D], cache)
+  # taps are the outputs of the layers in `features`. With cache=None it is one
+  # full causal pass. With a cache the token at position s is stored in slot s,
+  # slots <= a query's position are visible to it, and a position outside
+  # [0, S) is not stored.
+  apply: Callable
+  unembed: Callable  # (params, hidden [..., D]) -> logits [..., V]
+  init_cache: Callable  # (batch, slots) -> cache
+  vocab_size: int
+  context: int  # most positions the model was made for
+
+
+class Sampling(NamedTuple):
+  """How a row turns logits into its law; `sampling.probabilities` applies it.
+
+  Each field is an array, so that changing a value never compiles anything.
+  """
+
+  temperature: jax.Array  # [] float32, 0 is greedy
+  top_k: jax.Array  # [] int32, <= 0 is off
+  top_p: jax.Array  # [] float32 in (0, 1], 1 is off
+  min_p: jax.Array  # [] float32 in [0, 1], 0 is off
+
+
+class Request(NamedTuple):
+  """What to decode. Rows are independent of each other.
+
+  `prompt` is padded on the right with anything; `length` says what is real.
+  """
+
+  prompt: jax.Array  # [B, T] int32
+  length: jax.Array  # [B] int32, >= 1
+  key: jax.Array  # [B] typed PRNG keys, one a row
+  sampling: Sampling  # fields [B]
+  stop_ids: jax.Array  # [STOP_IDS] int32, padded with -1
+  max_new: jax.Array  # [B] int32, a row's own limit, may be 0
+
+
+STOP_IDS = 8
+
+# Output.finish_reason indexes this. "context" is the end of the model's
+# context; "nonfinite" means that the target's logits held a NaN or +inf.
+FINISH_REASONS = ("running", "stop", "length", "context", "nonfinite")
+RUNNING, STOP, LENGTH, CONTEXT, NONFINITE = range(5)
+
+
+class Stats(NamedTuple):
+  """Counts of a whole call."""
+
+  steps: jax.Array  # [] int32, target calls that the loop made
+
+
+class Output(NamedTuple):
+  """What was decoded. The stop token is part of the answer and is counted."""
+
+  tokens: jax.Array  # [B, N] int32, -1 behind a row's length
+  length: jax.Array  # [B] int32, tokens emitted
+  finish_reason: jax.Array  # [B] int32, see FINISH_REASONS
+  logprobs: Any  # [B, N] or None when they were not asked for
+  round: jax.Array  # [B, N] int32, which target call emitted it, -1 behind
+  stats: Stats

