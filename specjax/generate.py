@@ -37,12 +37,12 @@ class State(NamedTuple):
   steps: jax.Array  # [] int32, target calls made
 
 
-def num_slots(target, prompt_width, max_new_tokens):
+def num_slots(context, prompt_width, max_new_tokens):
   """Cache slots for a request: the multiple of SLOT_STEP that holds it.
 
-  No more than the target's context needs, since a row ends there.
+  No more than the model's context needs, since a row ends there.
   """
-  most = min(prompt_width + max_new_tokens, target.context)
+  most = min(prompt_width + max_new_tokens, context)
   return -(-max(most, 1) // SLOT_STEP) * SLOT_STEP
 
 
@@ -97,7 +97,7 @@ def start(target, params, request, *, max_new_tokens, slots=None):
   prompt = np.asarray(request.prompt, np.int32)
   length = np.asarray(request.length, np.int32)
   max_new = np.asarray(request.max_new, np.int32)
-  slots = slots or num_slots(target, prompt.shape[1], max_new_tokens)
+  slots = slots or num_slots(target.context, prompt.shape[1], max_new_tokens)
   _check(target, prompt, length, max_new, max_new_tokens, slots)
   # numpy, because a jnp.pad would compile once for every prompt width
   tokens = np.zeros((len(prompt), slots), np.int32)

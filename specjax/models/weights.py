@@ -93,7 +93,12 @@ def load(source, *, dtype, untie=False, track=lambda names: names):
     _put(params, path, jax.device_put(value))
     if path == ("embed",) and untie and config.tied:
       params["head"] = jax.device_put(np.ascontiguousarray(value.T))
-  return params, dataclasses.replace(config, tied=config.tied and not untie)
+  return params, as_loaded(config, untie)
+
+
+def as_loaded(config, untie):
+  """The config of the parameter tree that `load` returns."""
+  return dataclasses.replace(config, tied=config.tied and not untie)
 
 
 def _read(source, names, shape, transposed, dtype):

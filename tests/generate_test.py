@@ -1,0 +1,276 @@
+"""Plain decoding emits what its definition says, in any company."""
+
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+from specjax import generate, request, sampling, types
+from specjax.models import families, transformer
+
+V = 11
+OPTIONS = [
+  dict(temperature=0.0),
+  dict(temperature=0.8),
+  dict(temperature=1.3, top_k=5, top_p=0.9, min_p=0.02),
+]
+PROMPTS = [[1], [2, 3, 4, 5, 6, 7, 8], [9] * 30, [3, 1, 4, 1, 5]]
+
+
+@functools.cache
+def _toy():
+  return toy.trigram(V), toy.table(V)
+
+
+@functools.cache
+def _tiny():
+  config = transformer.Config(
+    vocab_size=97,
+    width=32,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    hidden=48,
+    context=4096,
+    inv_freq=families.inv_freq(8, theta=1e4, kind="default", scaling={}),
+  )
+  params = transformer.init(config, jax.random.key(0))
+  # logits with a spread of about 1, so that laws are neither flat nor one-hot
+  params["head"] = params["head"] * 10
+  return transformer.make(config), params
+
+
+PAIRS = pytest.mark.parametrize("pair", [_toy, _tiny])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _next_token(target, params, tokens, length, key, row):
+  """From scratch: one full causal pass over tokens[:length], no cache."""
+  positions = jnp.arange(len(tokens))[None]
+  hidden, _, _ = target.apply(params, tokens[None], positions, None)
+  logits = target.unembed(params, hidden[0, length - 1])
+  p = sampling.probabilities(logits, row)
+  return sampling.draw(p, jax.random.uniform(key))
+
+
+def _by_definition(target, params, prompt, *, n, seed=0, **options):
+  """Token t = draw(probabilities(logits of the prefix), u of key t)."""
+  ask = request.make([prompt], max_new=n, seed=seed, **options)
+  row = jax.tree.map(lambda x: x[0], ask.sampling)
+  tokens = np.zeros(64, np.int32)
+  tokens[: len(prompt)] = prompt
+  for t in range(n):
+    key = jax.random.fold_in(ask.key[0], t)
+    length = len(prompt) + t
+    tokens[length] = _next_token(target, params, tokens, length, key, row)
+  return tokens[len(prompt) : len(prompt) + n].tolist()
+
+
+def _decode(pair, prompts, *, n=12, **options):
+  """n may be a list, one limit a row."""
+  target, params = pair()
+  ask = request.make(prompts, max_new=n, **options)
+  return generate.autoregressive(
+    target, params, ask, max_new_tokens=int(np.max(n))
+  )
+
+
+def _answers(out):
+  return [
+    row[:n].tolist() for row, n in zip(out.tokens, out.length, strict=True)
+  ]
+
+
+@PAIRS
+@pytest.mark.parametrize("options", OPTIONS)
+def test_equals_its_definition(pair, options):
+  """A ragged batch through the loop = each token computed from scratch."""
+  target, params = pair()
+  got = _answers(_decode(pair, PROMPTS, seed=3, n=8, **options))
+  for prompt, row in zip(PROMPTS, got, strict=True):
+    want = _by_definition(target, params, prompt, n=8, seed=3, **options)
+    assert row == want
+
+
+@PAIRS
+def test_rows_do_not_see_each_other(pair):
+  """B15, B08: alone, in any slot, with longer mates, with empty rows."""
+  options = dict(
+    temperature=[0, 0.8, 1.0, 1.5], top_p=[1, 0.9, 1, 0.5], top_k=[0, 4, 0, 7]
+  )
+  together = _answers(_decode(pair, PROMPTS, seed=[1, 2, 3, 4], **options))
+  backwards = _answers(
+    _decode(
+      pair,
+      PROMPTS[::-1],
+      seed=[4, 3, 2, 1],
+      batch=6,
+      **{key: value[::-1] for key, value in options.items()},
+    )
+  )
+  assert backwards[:4] == together[::-1]
+  assert backwards[4:] == [[], []]
+  for i, prompt in enumerate(PROMPTS):
+    one = {key: value[i] for key, value in options.items()}
+    assert _answers(_decode(pair, [prompt], seed=i + 1, **one)) == [together[i]]
+
+
+def test_seeds():
+  """Other seeds differ at T = 1 and do not matter at T = 0."""
+  seeds = [7, 7, 8]
+  a, b, c = _answers(_decode(_tiny, [[5, 6]] * 3, seed=seeds, temperature=1.0))
+  assert a == b != c
+  a, b, c = _answers(_decode(_tiny, [[5, 6]] * 3, seed=seeds))
+  assert a == b == c
+
+
+@pytest.mark.parametrize("i", range(12))
+def test_stops_at_the_first_stop_id(i):
+  """T3, B01: any emitted token declared to be the end cuts right after it."""
+  (free,) = _answers(_decode(_tiny, [[4, 2]], temperature=1.0))
+  out = _decode(_tiny, [[4, 2]], temperature=1.0, stop_ids=[96, free[i]])
+  cut = free.index(free[i]) + 1
+  assert _answers(out) == [free[:cut]]
+  assert types.FINISH_REASONS[out.finish_reason[0]] == "stop"
+  assert (out.tokens[0, cut:] == -1).all() and (out.round[0, cut:] == -1).all()
+  assert out.stats.steps == cut
+
+
+def test_rows_end_on_their_own():
+  """B16: at steps 2, 5, never and 0; a prompt may contain the stop id."""
+  free = _answers(_decode(_tiny, PROMPTS, temperature=1.0))
+  out = _decode(_tiny, PROMPTS, temperature=1.0, n=[2, 5, 12, 0])
+  assert _answers(out) == [
+    row[:n] for row, n in zip(free, [2, 5, 12, 0], strict=True)
+  ]
+  assert (out.finish_reason == types.LENGTH).all()
+  assert out.stats.steps == 12
+  out = _decode(_tiny, [[4, 2, 4]], stop_ids=[4, 2], n=3)
+  assert out.length[0] >= 1
+
+
+def test_nothing_asked():
+  out = _decode(_tiny, PROMPTS, n=0)
+  assert _answers(out) == [[]] * 4
+  assert out.stats.steps == 0
+
+
+@pytest.mark.parametrize("length, n", [(250, 6), (250, 20), (255, 9), (256, 4)])
+def test_the_context_ends_a_row(length, n):
+  """B03: up to the last slot, the same tokens as with room to spare."""
+  table = toy.table(V)
+  prompt = np.random.default_rng(0).integers(0, V, length).tolist()
+  ask = request.make([prompt], max_new=n, temperature=1.0)
+  run = functools.partial(generate.autoregressive, max_new_tokens=n)
+  roomy = run(toy.trigram(V), table, ask)
+  tight = run(toy.trigram(V, context=256), table, ask)
+  emitted = min(n, 256 - length)
+  assert _answers(tight) == [_answers(roomy)[0][:emitted]]
+  want = types.LENGTH if emitted == n else types.CONTEXT
+  assert tight.finish_reason[0] == want
+
+
+def test_non_finite_logits_end_the_row():
+  """B47: nothing is emitted from a NaN, and the neighbour goes on."""
+  target, table = _toy()
+  free = _decode(_toy, [[1, 2], [3, 4]], temperature=1.0)
+  broken = table.at[1, 2].set(jnp.nan)
+  ask = request.make([[1, 2], [3, 4]], max_new=12, temperature=1.0)
+  out = generate.autoregressive(target, broken, ask, max_new_tokens=12)
+  assert out.length[0] == 0
+  assert types.FINISH_REASONS[out.finish_reason[0]] == "nonfinite"
+  if (1, 2) not in zip(_answers(free)[1], _answers(free)[1][1:], strict=False):
+    assert _answers(out)[1] == _answers(free)[1]
+
+
+@pytest.mark.parametrize("chunk_steps", [1, 3, 8, 100])
+def test_streaming_changes_nothing(chunk_steps):
+  target, params = _tiny()
+  ask = request.make(PROMPTS, max_new=12, temperature=0.9, stop_ids=[7, 20])
+  whole = generate.autoregressive(target, params, ask, max_new_tokens=12)
+  parts = list(
+    generate.stream(
+      target, params, ask, max_new_tokens=12, chunk_steps=chunk_steps
+    )
+  )
+  jax.tree.map(np.testing.assert_array_equal, parts[-1], whole)
+  for early, late in zip(parts, parts[1:], strict=False):
+    for a, b in zip(_answers(early), _answers(late), strict=True):
+      assert b[: len(a)] == a
+
+
+def test_one_compilation_for_a_setting(caplog):
+  """B09: not for lengths, temperature, top-p, seeds, stops or limits.
+
+  The call under the log differs from the first in everything that is data;
+  not even a helper program may be compiled.
+  """
+  _decode(_tiny, PROMPTS, n=12)
+  with jax.log_compiles(), caplog.at_level(logging.WARNING):
+    _decode(
+      _tiny,
+      [[1, 2], [3] * 90, [4] * 17, [5]],
+      n=30,
+      temperature=[0.5, 1.0, 0.0, 0.7],
+      top_p=0.9,
+      top_k=[1, 2, 3, 0],
+      min_p=0.1,
+      seed=[5, 6, 7, 8],
+      stop_ids=[1, 2, 3],
+    )
+  compiled = [r.message for r in caplog.records if "ompil" in r.message]
+  assert not compiled
+  with jax.log_compiles(), caplog.at_level(logging.WARNING):
+    _decode(_tiny, [[1] * 300], n=30)  # more slots and another batch: seen
+  assert [r.message for r in caplog.records if "ompil" in r.message]
+
+
+def test_no_copy_of_the_cache_in_the_loop():
+  """The loop updates the cache in place: no copy of a [B, G, S, d] array."""
+  target, params = _tiny()
+  ask = request.make(PROMPTS, max_new=12)
+  state = generate.start(target, params, ask, max_new_tokens=12)
+  text = (
+    generate._advance.lower(target, params, state, np.int32(4))
+    .compile()
+    .as_text()
+  )
+  body = text[text.index("while") :]
+  copies = [
+    line
+    for line in body.splitlines()
+    if "f32[4,2,256,8]" in line.split("(")[0] and " copy(" in line
+  ]
+  assert not copies, copies[:3]
+
+
+@pytest.mark.parametrize(
+  "change, message",
+  [
+    (dict(prompts=[[1], []]), "prompt 1 is empty"),
+    (dict(temperature=-0.1), "temperature must be >= 0, got -0.1"),
+    (dict(temperature=float("nan")), "temperature"),
+    (dict(top_p=0.0), "top_p must be in (0, 1], got 0.0"),
+    (dict(top_p=1.1), "top_p"),
+    (dict(min_p=-1), "min_p must be in [0, 1]"),
+    (dict(stop_ids=range(9)), "at most 8 stop ids"),
+    (dict(n=-1), "max_new must be in"),
+  ],
+)
+def test_bad_requests(change, message):
+  change = dict(prompts=[[1]]) | change
+  with pytest.raises(ValueError) as e:
+    _decode(_tiny, change.pop("prompts"), **change)
+  assert message in str(e.value)
+
+
+def test_a_prompt_longer_than_the_context():
+  target = toy.trigram(V, context=8)
+  ask = request.make([[1] * 3, [1] * 9], max_new=2)
+  with pytest.raises(ValueError, match="row 1 has 9 tokens.* holds 8"):
+    generate.autoregressive(target, toy.table(V), ask, max_new_tokens=2)
