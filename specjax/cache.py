@@ -13,17 +13,36 @@ import jax.numpy as jnp
 
 
 class KV(NamedTuple):
-  """One layer. Layers stay separate arrays: slices of a stack are copies."""
+  """One layer. Layers stay separate arrays: slices of a stack are copies.
 
-  k: jax.Array  # [B, G, S, head_dim]: a head's slots lie together, which
-  v: jax.Array  # [B, G, S, head_dim]  halves the cost of attention on a CPU
+  B and G are one axis, so that the arrays enter the attention's products as
+  they are. With two axes and B = 1, XLA's CPU backend reshapes first and
+  copies the whole cache in every step to do so. Keys lie slot-last because
+  the scores contract head_dim.
+  """
+
+  k: jax.Array  # [B * G, head_dim, S]
+  v: jax.Array  # [B * G, S, head_dim]
 
 
 def init(*, batch, slots, layers, kv_heads, head_dim, dtype):
   """Return an empty cache, one `KV` a layer."""
-  shape = (batch, kv_heads, slots, head_dim)
+  rows = batch * kv_heads
   return tuple(
-    KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(layers)
+    KV(
+      k=jnp.zeros((rows, head_dim, slots), dtype),
+      v=jnp.zeros((rows, slots, head_dim), dtype),
+    )
+    for _ in range(layers)
+  )
+
+
+def from_tokens(k, v):
+  """Return the `KV` of k and v [B, T, G, head_dim], token t in slot t."""
+  B, T, G, d = k.shape
+  return KV(
+    k=k.transpose(0, 2, 3, 1).reshape(B * G, d, T),
+    v=v.transpose(0, 2, 1, 3).reshape(B * G, T, d),
   )
 
 
@@ -33,14 +52,23 @@ def write(layer, k, v, positions):
   A position outside [0, S) writes nothing: a frozen row asks for that, and a
   start past the end would otherwise be clamped onto live entries.
   """
-  rows = jnp.arange(positions.shape[0])[:, None]  # [B, 1]
+  B, T, G, d = k.shape
+  rows = jnp.arange(B * G)[:, None]  # [B * G, 1]
+  at = jnp.repeat(positions, G, axis=0)  # [B * G, T]
+  options = dict(mode="drop", wrap_negative_indices=False)
 
-  def put(buffer, new):
-    return buffer.at[rows, :, positions].set(
-      new.astype(buffer.dtype), mode="drop", wrap_negative_indices=False
-    )
+  def per_head(x, dtype):  # [B * G, T, head_dim]
+    return x.astype(dtype).transpose(0, 2, 1, 3).reshape(B * G, T, d)
 
-  return KV(put(layer.k, k), put(layer.v, v))
+  return KV(
+    k=layer.k.at[rows, :, at].set(per_head(k, layer.k.dtype), **options),
+    v=layer.v.at[rows, at].set(per_head(v, layer.v.dtype), **options),
+  )
+
+
+def num_slots(cache):
+  """S of a cache."""
+  return cache[0].v.shape[1]
 
 
 def visible(positions, slots):

@@ -494,19 +494,30 @@ def test_a_broken_pipe_of_ours_is_a_bug(folder):
   assert "BrokenPipeError" in result.stderr
 
 
-@pytest.mark.parametrize("redirect", ["", "2>&1"])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_reader_leaves(folder, redirect, unbuffered):
-  command = f'"$0" other.py --how=flood {redirect} | head -n 2'
+@pytest.mark.parametrize(
+  ("command", "read"),
+  [
+    ("--how=flood | head -n 2", "0\n1\n"),
+    ("--how=flood 2>&1 | head -n 2", "0\n1\n"),
+    ("--how=modules | true", ""),  # found out by the flush at the end
+  ],
+)
+def test_reader_leaves(folder, command, read, unbuffered):
   result = subprocess.run(
-    ["bash", "-c", f"{command}; echo ${{PIPESTATUS[0]}}", sys.executable],
+    [
+      "bash",
+      "-c",
+      f'"$0" other.py {command}; echo ${{PIPESTATUS[0]}}',
+      sys.executable,
+    ],
     cwd=folder,
     env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered},
     capture_output=True,
     text=True,
     timeout=60,
   )
-  assert (result.stdout, result.stderr) == ("0\n1\n141\n", "")
+  assert (result.stdout, result.stderr) == (read + "141\n", "")
 
 
 def test_nearest():

@@ -57,27 +57,31 @@ def rotate(x, cos, sin):
   return turned.astype(x.dtype)
 
 
-def attend(q, k, v, mask):
+def attend(q, layer, mask):
   """softmax(q k^T / sqrt(head_dim)) v, in float32, over visible slots.
 
   Args:
-    q: [B, T, H, head_dim]; k, v: [B, G, S, head_dim], H a multiple of G.
+    q: [B, T, H, head_dim]; layer: a `cache.KV`, H a multiple of its G.
     mask: [B, T, S], True where a query sees a slot.
 
   Returns:
     [B, T, H, head_dim]
   """
   B, T, H, d = q.shape
-  G, S = k.shape[1:3]
+  rows, _, S = layer.k.shape  # rows = B * G
+  G = rows // B
+  # the queries that share a key head are one matrix
   q = q.reshape(B, T, G, H // G, d).transpose(0, 2, 1, 3, 4)
-  q = q.reshape(B, G, -1, d)  # the queries of a key head are one matrix
   scores = jnp.einsum(
-    "bgnd,bgsd->bgns", q, k, preferred_element_type=jnp.float32
+    "xnd,xds->xns",
+    q.reshape(rows, -1, d),
+    layer.k,
+    preferred_element_type=jnp.float32,
   )
   scores = scores.reshape(B, G, T, H // G, S) * d**-0.5
   scores = jnp.where(mask[:, None, :, None], scores, -jnp.inf)
-  weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-  out = jnp.einsum("bgns,bgsd->bgnd", weights.reshape(B, G, -1, S), v)
+  weights = jax.nn.softmax(scores, axis=-1).astype(layer.v.dtype)
+  out = jnp.einsum("xns,xsd->xnd", weights.reshape(rows, -1, S), layer.v)
   out = out.reshape(B, G, T, H // G, d).transpose(0, 2, 1, 3, 4)
   return out.reshape(B, T, H, d)
 
@@ -126,12 +130,11 @@ class Layer(nn.Module):
     turned = rotate(y[:, :, : c.heads + c.kv_heads], *angles)
     q, k = turned[:, :, : c.heads], turned[:, :, c.heads :]
     v = y[:, :, c.heads + c.kv_heads :]
-    if cache is not None:
-      cache = kv.write(cache, k, v, positions)
-      k, v = cache
+    if cache is None:
+      seen = kv.from_tokens(k, v)
     else:
-      k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-    y = attend(q, k, v, mask).reshape(B, T, -1)
+      seen = cache = kv.write(cache, k, v, positions)
+    y = attend(q, seen, mask).reshape(B, T, -1)
     x = x + Linear(c.width, c.out_bias, name="out")(y)
 
     y = RMSNorm(c.norm_eps, name="mlp_norm")(x)
@@ -161,7 +164,7 @@ class Transformer(nn.Module):
     if cache is None:
       mask = positions[:, None, :] <= positions[:, :, None]
     else:
-      mask = kv.visible(positions, cache[0].k.shape[2])
+      mask = kv.visible(positions, kv.num_slots(cache))
     taps, caches = {}, []
     for i, layer in enumerate(self.layers):
       x, new = layer(x, positions, angles, mask, cache and cache[i])
