@@ -99,6 +99,7 @@ def start(target, params, request, *, max_new_tokens, slots=None):
   max_new = np.asarray(request.max_new, np.int32)
   slots = slots or num_slots(target.context, prompt.shape[1], max_new_tokens)
   _check(target, prompt, length, max_new, max_new_tokens, slots)
+  ask = request.sampling
   # numpy, because a jnp.pad would compile once for every prompt width
   tokens = np.zeros((len(prompt), slots), np.int32)
   width = min(prompt.shape[1], slots)
@@ -112,14 +113,10 @@ def start(target, params, request, *, max_new_tokens, slots=None):
     finish=np.where(max_new == 0, types.LENGTH, ended).astype(np.int32),
     key=request.key,
     sampling=types.Sampling(
-      *(
-        np.asarray(x, dtype)
-        for x, dtype in zip(
-          request.sampling,
-          (np.float32, np.int32, np.float32, np.float32),
-          strict=True,
-        )
-      )
+      temperature=np.asarray(ask.temperature, np.float32),
+      top_k=np.asarray(ask.top_k, np.int32),
+      top_p=np.asarray(ask.top_p, np.float32),
+      min_p=np.asarray(ask.min_p, np.float32),
     ),
     stop_ids=np.asarray(request.stop_ids, np.int32),
     cache=None,
@@ -164,7 +161,7 @@ def _prefill(target, params, state):
 
   def feed(carry):
     at, cache = carry
-    tokens = lax.dynamic_slice(state.tokens, (0, at), (B, PREFILL))
+    tokens = lax.dynamic_slice_in_dim(state.tokens, at, PREFILL, axis=1)
     positions = jnp.broadcast_to(at + jnp.arange(PREFILL), (B, PREFILL))
     _, _, cache = target.apply(params, tokens, positions, cache)
     return at + PREFILL, cache
@@ -209,7 +206,8 @@ def _step(target, params, state):
   p = jax.vmap(sampling.probabilities)(logits, state.sampling)
   t = state.length - state.prompt_length
   keys = jax.vmap(jax.random.fold_in)(state.key, t)
-  u = jax.vmap(jax.random.uniform)(keys)
+  # float32 by name: under jax_enable_x64 the default draws other bits
+  u = jax.vmap(lambda key: jax.random.uniform(key, dtype=jnp.float32))(keys)
   token = jax.vmap(sampling.draw)(p, u)
 
   finite = jnp.isfinite(p[:, 0])  # a broken row is NaN everywhere

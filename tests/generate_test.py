@@ -55,7 +55,7 @@ def _next_token(target, params, tokens, length, key, row):
   hidden, _, _ = target.apply(params, tokens[None], positions, None)
   logits = target.unembed(params, hidden[0, length - 1])
   p = sampling.probabilities(logits, row)
-  return sampling.draw(p, jax.random.uniform(key))
+  return sampling.draw(p, jax.random.uniform(key, dtype=jnp.float32))
 
 
 def _by_definition(target, params, prompt, *, n, seed=0, **options):
@@ -152,6 +152,14 @@ def test_rows_end_on_their_own():
   assert out.stats.steps == 12
   out = _decode(_tiny, [[4, 2, 4]], stop_ids=[4, 2], n=3)
   assert out.length[0] >= 1
+
+
+def test_x64_changes_nothing():
+  """B59: the same tokens with 64-bit types enabled."""
+  options = dict(temperature=0.9, top_p=0.95, top_k=20)
+  want = _answers(_decode(_tiny, PROMPTS, **options))
+  with jax.enable_x64(True):
+    assert _answers(_decode(_tiny, PROMPTS, **options)) == want
 
 
 def test_nothing_asked():

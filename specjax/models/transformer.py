@@ -192,6 +192,7 @@ def init(config, key, dtype=jnp.float32):
   return make(key)
 
 
+@functools.cache  # it traces the whole model
 def shapes(config):
   """Return the parameter tree as `jax.ShapeDtypeStruct`s, in float32."""
   return jax.eval_shape(lambda: init(config, jax.random.key(0)))
@@ -202,9 +203,16 @@ def num_parameters(config):
   return sum(leaf.size for leaf in jax.tree.leaves(shapes(config)))
 
 
-@functools.cache  # equal configs share one Target, hence compiled programs
 def make(config, dtype=jnp.float32):
-  """Return the `Target` of an architecture; `dtype` is its cache's."""
+  """Return the `Target` of an architecture; `dtype` is its cache's.
+
+  Equal arguments return the very same Target, hence share compiled programs.
+  """
+  return _make(config, jnp.dtype(dtype))
+
+
+@functools.cache
+def _make(config, dtype):
   module = Transformer(config)
 
   def apply(params, tokens, positions, cache, *, features=()):

@@ -1,0 +1,154 @@
+r"""What plain decoding costs, as ratios measured in one run.
+
+  python -m benchmarks.loop --config=configs/smollm2.py:random
+
+Batch 1, 512 slots, a context of at most 256 tokens. The variants take turns,
+so that a drift of the machine's speed falls on all of them; run it on an
+otherwise idle machine.
+
+  read    one jitted sum over a float32 array as large as the weights that a
+          step reads: what the memory's bandwidth allows
+  argmax  a bare loop of target calls that takes jnp.argmax of the logits
+  T = 0, T = 1, T = 1 and top_p = 0.9: `generate.advance`
+"""
+
+import json
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rich.progress
+import rich.table
+from absl import flags
+from jax import lax
+
+from specjax import cli, generate, memory, request, runtime, terminal
+from specjax.models import load
+
+_CONFIG = cli.define_config()
+_ROUNDS = flags.DEFINE_integer("rounds", 9, "Turns that each variant takes.")
+_STEPS = flags.DEFINE_integer("steps", 48, "Target calls in a turn.")
+_JSON = flags.DEFINE_string("json", None, "Write the numbers here.")
+
+_SLOTS, _PROMPT = 512, 64
+_SAMPLING = {
+  "T = 0": dict(temperature=0.0),
+  "T = 1": dict(temperature=1.0),
+  "T = 1, top_p = 0.9": dict(temperature=1.0, top_p=0.9),
+}
+
+
+def _seconds(run):
+  began = time.perf_counter()
+  jax.block_until_ready(run())
+  return time.perf_counter() - began
+
+
+def _argmax_only(target, steps):
+  """A loop of target calls with nothing around them but an argmax."""
+
+  @jax.jit
+  def run(params, cache, token):
+    def step(i, carry):
+      token, cache = carry
+      at = jnp.full((1, 1), _PROMPT + i)
+      hidden, _, cache = target.apply(params, token[:, None], at, cache)
+      return jnp.argmax(target.unembed(params, hidden[:, 0]), -1), cache
+
+    return lax.fori_loop(0, steps, step, (token, cache))[0]
+
+  return run
+
+
+def _variants(model, steps):
+  """Return {name: () -> seconds}, each starting from the same prompt."""
+  target, params = model.target, model.params
+  prompt = np.random.default_rng(0).integers(0, 256, _PROMPT).tolist()
+  size = sum(x.size for x in jax.tree.leaves(params))
+  if "head" in params:
+    size -= params["embed"].size  # one row of it is read
+  weights = jnp.ones((size,), jnp.float32)
+  total = jax.jit(jnp.sum)
+  bare = _argmax_only(target, steps)
+  cache = target.init_cache(1, _SLOTS)
+  first = jnp.zeros((1,), jnp.int32)
+
+  def decode(options):
+    ask = request.make([prompt], max_new=steps, **options)
+    state = jax.block_until_ready(
+      generate.start(target, params, ask, max_new_tokens=steps, slots=_SLOTS)
+    )
+    return _seconds(
+      lambda: generate.advance(target, params, state, steps=steps)
+    )
+
+  # as many reads as steps, so that both are averages over the same time
+  read = lambda: sum(_seconds(lambda: total(weights)) for _ in range(steps))
+  return {
+    "read": read,
+    "argmax": lambda: _seconds(lambda: bare(params, cache, first)),
+    **{
+      name: lambda options=options: decode(options)
+      for name, options in _SAMPLING.items()
+    },
+  }
+
+
+def _measure(variants, rounds, out):
+  """Return {name: [seconds a turn]}, the variants taking turns."""
+  times = {name: [] for name in variants}
+  for _ in rich.progress.track(
+    range(rounds + 1), "measuring", console=out, transient=True
+  ):
+    for name, run in variants.items():
+      times[name].append(run())
+  return {name: row[1:] for name, row in times.items()}  # the first compiles
+
+
+def _table(times, steps):
+  table = rich.table.Table(
+    "", "ms a call", "best", "of the read", "over argmax"
+  )
+  for name, row in times.items():
+    paired = [b / a for a, b in zip(times["argmax"], row, strict=True)]
+    table.add_row(
+      name,
+      f"{statistics.median(row) / steps * 1e3:.2f}",
+      f"{min(row) / steps * 1e3:.2f}",
+      f"{min(times['read']) / min(row):.2f}",
+      f"{(statistics.median(paired) - 1) * 100:+.1f} %",
+    )
+  return table
+
+
+def main(argv):
+  del argv
+  out = terminal.console()
+  dtype = runtime.setup(_CONFIG.value.dtype)
+  config = _CONFIG.value
+  if config.target == "random":
+    opened = load.random(config.architecture)
+  else:
+    opened = load.opened(config.target, console=out)
+  model = load.model(opened, dtype=dtype)
+  steps = _STEPS.value
+  times = _measure(_variants(model, steps), _ROUNDS.value, out)
+  rich.print(_table(times, steps))
+  print(
+    "median ms a call; best of the turns; share of the bandwidth limit, best"
+    " against best; median of the paired ratios to argmax"
+  )
+  device = runtime.device()
+  print(
+    f"{device['kind']} ({device['machine']}), {dtype}, {_ROUNDS.value} turns"
+  )
+  print(f"peak memory {memory.human(memory.peak() or 0)}")
+  if _JSON.value:
+    with open(_JSON.value, "w") as f:
+      json.dump({"steps": steps, "seconds": times, "device": device}, f)
+
+
+if __name__ == "__main__":
+  cli.run(main)
