@@ -257,11 +257,14 @@ def _folder_backend(folder: pathlib.Path) -> tokenizers.Tokenizer:
 
 def _read_json(file: pathlib.Path) -> dict[str, Any]:
   try:
-    return json.loads(file.read_text(encoding="utf-8"))
+    value = json.loads(file.read_text(encoding="utf-8"))
   except FileNotFoundError:
     return {}
-  except ValueError as error:
+  except (ValueError, OSError) as error:
     raise UserError(f"cannot read {file}: {error}") from None
+  if not isinstance(value, dict):
+    raise UserError(f"cannot read {file}: it holds no JSON object")
+  return value
 
 
 def _token_text(backend, config: Mapping[str, Any], name: str) -> str | None:
