@@ -158,6 +158,25 @@ def test_llama3_frequencies():
   assert (np.diff(ratio) <= 1e-12).all()
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_narrow_weights(dtype):
+  """Weights and cache are narrow, logits float32 and near the wide ones."""
+  opened = load.source(str(DATA / "llama" / "gqa_untied"))
+  params, config = weights.load(opened, dtype=dtype)
+  target = transformer.make(config, dtype)
+  reference = np.load(DATA / "llama" / "gqa_untied" / "reference.npz")
+  tokens = reference["tokens"][:, :40]
+  cache = target.init_cache(2, 64)
+  narrow = {jnp.dtype(dtype)}
+  assert {x.dtype for x in jax.tree.leaves((params, cache))} == narrow
+  model = Tiny(target, params, config)
+  got, after = _log_probs(model, tokens, cache)
+  assert got.dtype == jnp.float32
+  assert {x.dtype for x in jax.tree.leaves(after)} == narrow
+  error = np.abs(got - reference["logprobs"][:, :40]).max()
+  assert 1e-4 < error < 0.5
+
+
 @pytest.mark.parametrize("name", ["prose", "code", "chat"])
 def test_smollm2_agrees_with_transformers(smollm2, name):
   """The real model: top 64 log-probabilities and normaliser to 1e-3."""

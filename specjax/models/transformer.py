@@ -176,7 +176,10 @@ class Transformer(nn.Module):
     return self.norm(x), tapped, None if cache is None else tuple(caches)
 
   def unembed(self, hidden):
-    return hidden @ (self.embed.T if self.config.tied else self.head)
+    head = self.embed.T if self.config.tied else self.head
+    # narrow weights still give float32 logits, which decide the law
+    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    return jnp.matmul(hidden, head, preferred_element_type=wide)
 
 
 def init(config, key, dtype=jnp.float32):
