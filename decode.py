@@ -28,67 +28,44 @@ def main(argv):
   from specjax.models import load
 
   settings.check(config)
-  if _JSON.value:
+  if _JSON.value is not None:
     report.check_path(_JSON.value)
   todo = prompts.read(config)
   out = terminal.console()
-  began = time.perf_counter()
   dtype = runtime.setup(config.dtype)
-  with terminal.waiting(out, "opening the model"):
-    if config.target == "random":
-      opened = load.random(config.architecture, seed=config.seed)
-    else:
-      opened = load.opened(config.target, console=out)
-  slots = play.slots(
-    opened,
-    todo,
-    as_chat=config.chat,
-    max_new_tokens=config.max_new_tokens,
-  )
+  began = time.perf_counter()
+  opened = terminal.open_target(out, config)
+  sizes = play.sizes(opened, todo, config)
   estimate = memory.estimate(
     opened.config,
     dtype=dtype,
-    batch=config.batch_size,
-    slots=slots,
+    batch=sizes.batch,
+    slots=sizes.slots,
     untie=load.untie_here(),
   )
-  out.print(f"[dim]{memory.check(estimate)}[/dim]")
+  terminal.note(out, memory.check(estimate))
   track = terminal.track(out, "reading weights")
   model = load.model(opened, dtype=dtype, track=track)
   seconds = {"load": time.perf_counter() - began}
+  name = report.short_name(config.target)
+  terminal.note(out, f"loaded {name} in {seconds['load']:.1f} s")
   with terminal.waiting(out, "compiling"):
-    seconds["compile"] = play.warm_up(
-      model, batch_size=config.batch_size, slots=slots
-    )
+    seconds["compile"] = play.warm_up(model, sizes)
+  terminal.note(out, f"compiled in {seconds['compile']:.1f} s")
   batches, interrupted = [], False
   try:
-    for batch in play.play(
-      model,
-      todo,
-      sampling=config.sampling.to_dict(),
-      batch_size=config.batch_size,
-      slots=slots,
-      max_new_tokens=config.max_new_tokens,
-      as_chat=config.chat,
-      seed=config.seed,
-      show=terminal.show(out, model.tokenizer, todo, config),
-    ):
-      batches.append(batch)
+    with terminal.show(out, model.tokenizer, todo, sizes) as show:
+      for batch in play.play(model, todo, config, sizes, show):
+        batches.append(batch)
   except KeyboardInterrupt:
     interrupted = True
   result = report.build(
-    config,
-    model=model,
-    dtype=dtype,
-    slots=slots,
-    batches=batches,
-    seconds=seconds,
-    interrupted=interrupted,
+    config, model, dtype, sizes, batches, seconds, interrupted
   )
-  out.print(report.table(result))
-  if _JSON.value:
+  terminal.table(out, report.rows(result))
+  if _JSON.value is not None:
     report.save(_JSON.value, result)
-    out.print(f"[dim]wrote {_JSON.value}[/dim]")
+    terminal.note(out, f"wrote {_JSON.value}")
   return 130 if interrupted else 0
 
 

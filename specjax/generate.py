@@ -34,6 +34,7 @@ class State(NamedTuple):
   sampling: types.Sampling  # fields [B]
   stop_ids: jax.Array  # [STOP_IDS] int32
   cache: Any
+  round: jax.Array  # [B, S] int32, the round that emitted each token
   steps: jax.Array  # [] int32, target calls made
 
 
@@ -50,7 +51,7 @@ def autoregressive(target, params, request, *, max_new_tokens, slots=None):
   """Decode every row to its end, one token a target call.
 
   Token t of a row's answer is drawn from sampling.probabilities(logits) with
-  the uniform of fold_in(request.key, t), so it depends on the row's prompt,
+  the key fold_in(request.key, t), so it depends on the row's prompt,
   key and sampling values alone: not on its neighbours, its place in the batch
   or how the call is cut into chunks.
 
@@ -120,6 +121,7 @@ def start(target, params, request, *, max_new_tokens, slots=None):
     ),
     stop_ids=np.asarray(request.stop_ids, np.int32),
     cache=None,
+    round=np.zeros_like(tokens),
     steps=np.int32(0),
   )
   return _prefill(target, params, state)
@@ -194,62 +196,88 @@ def _advance(target, params, state, steps):
 
 def _step(target, params, state):
   """Feed the last token, draw the next, commit it: one target call."""
-  running = state.finish == types.RUNNING  # [B]
-  B, S = state.tokens.shape
-  rows = jnp.arange(B)
-  at = jnp.where(running, state.length - 1, S)  # S: a frozen row writes nothing
+  rows = jnp.arange(len(state.tokens))
   token = state.tokens[rows, state.length - 1]
   hidden, _, cache = target.apply(
-    params, token[:, None], at[:, None], state.cache
+    params, token[:, None], positions(state, 1), state.cache
   )
   logits = target.unembed(params, hidden[:, 0])  # [B, V]
   p = jax.vmap(sampling.probabilities)(logits, state.sampling)
   t = state.length - state.prompt_length
   keys = jax.vmap(jax.random.fold_in)(state.key, t)
-  # float32 by name: under jax_enable_x64 the default draws other bits
-  u = jax.vmap(lambda key: jax.random.uniform(key, dtype=jnp.float32))(keys)
-  token = jax.vmap(sampling.draw)(p, u)
-
+  token = jax.vmap(sampling.draw)(p, keys)
   finite = jnp.isfinite(p[:, 0])  # a broken row is NaN everywhere
-  grown = running & finite
-  length = state.length + grown
-  full = length >= target.context
-  finish = jnp.where(full, types.CONTEXT, types.RUNNING)
-  finish = jnp.where(t + 1 >= state.max_new, types.LENGTH, finish)
-  is_stop = (token[:, None] == state.stop_ids).any(1)
-  finish = jnp.where(is_stop, types.STOP, finish)
-  finish = jnp.where(finite, finish, types.NONFINITE)
+  state, _ = commit(
+    target, state._replace(cache=cache), token[:, None], finite, ~finite
+  )
+  return state
+
+
+def positions(state, width):
+  """Positions [B, width] from each row's last token on.
+
+  A frozen row's lie outside the cache, where nothing is written.
+  """
+  running = state.finish == types.RUNNING
+  first = jnp.where(running, state.length - 1, state.tokens.shape[1])
+  return first[:, None] + jnp.arange(width)
+
+
+def commit(target, state, tokens, count, broken):
+  """Append tokens [B, N] to each row, up to the first event that ends it.
+
+  Events in token order: a stop id (kept, the last one), max_new, the end of
+  the context; then, if the target's law behind them is broken, that.
+
+  Args:
+    tokens: [B, N] candidates, the first `count` [B] of them real.
+    broken: [B] whether the law of the token behind them is not finite.
+
+  Returns:
+    The state, one round older, and how many tokens each row emitted [B].
+  """
+  B, N = tokens.shape
+  S = state.tokens.shape[1]
+  running = state.finish == types.RUNNING
+  i = jnp.arange(N)
+  is_stop = (tokens[:, :, None] == state.stop_ids).any(2)  # [B, N]
+  stopped_before = jnp.cumsum(is_stop, 1) - is_stop > 0
+  left = state.max_new - (state.length - state.prompt_length)
+  room = jnp.minimum(left, target.context - state.length)
+  count = jnp.minimum(count, room) * running
+  keep = (i < count[:, None]) & ~stopped_before
+  emitted = keep.sum(1).astype(jnp.int32)
+  length = state.length + emitted
+
+  finish = jnp.where(broken, types.NONFINITE, types.RUNNING)
+  finish = jnp.where(length >= target.context, types.CONTEXT, finish)
+  finish = jnp.where(emitted >= left, types.LENGTH, finish)
+  finish = jnp.where((keep & is_stop).any(1), types.STOP, finish)
+  rows = jnp.arange(B)[:, None]
+  at = jnp.where(keep, state.length[:, None] + i, S)
   return state._replace(
-    tokens=state.tokens.at[rows, jnp.where(grown, state.length, S)].set(
-      token, mode="drop"
-    ),
+    tokens=state.tokens.at[rows, at].set(tokens, mode="drop"),
+    round=state.round.at[rows, at].set(state.steps, mode="drop"),
     length=length,
     finish=jnp.where(running, finish, state.finish).astype(jnp.int32),
-    cache=cache,
     steps=state.steps + 1,
-  )
+  ), emitted
 
 
 def output(state, max_new_tokens):
   """Read what is committed so far back to the host, as an `Output`."""
-  tokens, prompt_length, length, finish, steps = jax.device_get(
-    (
-      state.tokens,
-      state.prompt_length,
-      state.length,
-      state.finish,
-      state.steps,
-    )
+  state = jax.device_get(
+    state._replace(cache=None, key=None, sampling=None, stop_ids=None)
   )
   t = np.arange(max_new_tokens)  # [N]
-  count = length - prompt_length
+  count = state.length - state.prompt_length
   real = t < count[:, None]  # [B, N]
-  at = np.minimum(prompt_length[:, None] + t, tokens.shape[1] - 1)
+  at = np.minimum(state.prompt_length[:, None] + t, state.tokens.shape[1] - 1)
   return types.Output(
-    tokens=np.where(real, np.take_along_axis(tokens, at, 1), -1),
+    tokens=np.where(real, np.take_along_axis(state.tokens, at, 1), -1),
     length=count,
-    finish_reason=finish,
+    finish_reason=state.finish,
     logprobs=None,
-    round=np.where(real, t, -1),
-    stats=types.Stats(steps=steps),
+    round=np.where(real, np.take_along_axis(state.round, at, 1), -1),
+    stats=types.Stats(steps=state.steps),
   )

@@ -1,5 +1,6 @@
 """How much memory a run will take, told before it is taken."""
 
+import sys
 from pathlib import Path
 
 import jax
@@ -49,8 +50,7 @@ def peak():
   device = jax.local_devices()[0]
   if device.platform != "cpu":
     return (device.memory_stats() or {}).get("peak_bytes_in_use")
-  import resource  # not on Windows, where there is no accelerator either
-  import sys
+  import resource  # not on Windows
 
   # kibibytes on Linux, bytes on macOS
   unit = 1 if sys.platform == "darwin" else 1024
@@ -64,24 +64,24 @@ def check(parts):
     UserError: it is more than there is.
   """
   total, free = sum(parts.values()), available()
-  detail = " + ".join(f"{name} {human(n)}" for name, n in parts.items())
-  line = f"memory: {detail} = {human(total)}"
+  line = " + ".join(f"{human(n)} {name}" for name, n in parts.items())
   if free is None:
-    return line
+    return f"memory: {line}"
   if total > free:
     raise UserError(
-      f"{line}, but {human(free)} is free; lower --config.batch_size or"
-      " --config.max_new_tokens, or choose a smaller target"
+      f"out of memory: {line} = {human(total)}, but {human(free)} is free;"
+      " lower --config.batch_size or --config.max_new_tokens, or choose a"
+      " smaller target"
     )
-  return f"{line} of {human(free)} free"
+  return f"memory: {line} of {human(free)} free"
 
 
 def human(num_bytes):
-  """'1.2 GB', three digits at most."""
-  for unit, size in (("GB", 1e9), ("MB", 1e6)):
-    if num_bytes >= size:
-      return f"{num_bytes / size:.3g} {unit}"
-  return f"{num_bytes / 1e3:.3g} kB"
+  """'1.2 GB', three digits at most where a unit is large enough for that."""
+  units = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+  unit, size = next((u for u in units if num_bytes >= u[1]), units[-1])
+  value = num_bytes / size
+  return f"{value:,.0f} {unit}" if value >= 999.5 else f"{value:.3g} {unit}"
 
 
 def _container_limit():
@@ -89,6 +89,9 @@ def _container_limit():
   folder = Path("/sys/fs/cgroup")
   try:
     most = int((folder / "memory.max").read_text())
-    return most - int((folder / "memory.current").read_text())
-  except (OSError, ValueError):  # no cgroup, or "max"
+    used = int((folder / "memory.current").read_text())
+    stat = dict(map(str.split, (folder / "memory.stat").open()))
+    # files that were read and would make room at once
+    return most - used + int(stat["inactive_file"])
+  except (OSError, ValueError, KeyError):  # no cgroup, or "max"
     return float("inf")

@@ -8,6 +8,8 @@ from typing import NamedTuple
 from specjax.errors import UserError
 from specjax.models import chat, tokenizer
 
+_FORMS = ("prompt", "turns", "messages")
+
 
 class Prompt(NamedTuple):
   """A conversation to play: `history`, then each turn with its answer."""
@@ -34,72 +36,99 @@ def read(config):
   """
   path, limit = config.prompts.path, config.prompts.limit
   if not path:
-    text = sys.stdin.read() if config.prompt == "-" else config.prompt
-    if not (text or "").strip():
-      raise UserError('the prompt is empty: --config.prompt="your text"')
-    return [Prompt("prompt", "", (), (text,), None)]
-  lines = _lines(path)
+    text = _contents("-") if config.prompt == "-" else config.prompt
+    if not text.strip():
+      raise UserError('the prompt is empty: type --config.prompt="your text"')
+    return [Prompt("prompt", "", (), (_text(text, "the prompt"),), None)]
+  # not splitlines: JSON may hold a raw U+2028
   rows = [
-    _row(line, f"{path}, line {i}", str(i))
-    for i, line in enumerate(lines, 1)
+    _row(line, f"{_name(path)}, line {i}", str(i))
+    for i, line in enumerate(_contents(path).split("\n"), 1)
     if line.strip()
   ]
   if not rows:
-    raise UserError(f"{path} holds no prompts")
+    raise UserError(f"{_name(path)} holds no prompts")
   return rows[:limit] if limit else rows
 
 
-def _lines(path):
+def _name(path):
+  return "standard input" if path == "-" else path
+
+
+def _contents(path):
+  """The text of a file, or of standard input: UTF-8 whatever the locale."""
   try:
-    text = sys.stdin.read() if path == "-" else Path(path).read_text("utf-8")
+    data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    return data.decode("utf-8-sig")  # Windows' editors begin with a mark
   except OSError as e:
     raise UserError(f"cannot read prompts from {path}: {e.strerror}") from e
   except UnicodeDecodeError as e:
-    raise UserError(f"{path} is not UTF-8 text: {e}") from e
-  return text.split("\n")  # not splitlines: JSON may hold a raw U+2028
+    raise UserError(
+      f"{_name(path)} is not UTF-8 text: {e.reason} at byte {e.start}"
+    ) from e
 
 
 def _row(line, where, number):
   try:
     row = json.loads(line)
-  except ValueError as e:
+  except (ValueError, RecursionError) as e:
     raise UserError(f"{where}: not JSON: {e}") from e
-  forms = [k for k in ("prompt", "turns", "messages") if k in row]
-  if not isinstance(row, dict) or len(forms) != 1:
+  forms = [k for k in _FORMS if k in row] if isinstance(row, dict) else []
+  if len(forms) != 1:
     raise UserError(f'{where}: needs one of "prompt", "turns" or "messages"')
   history, turns = _turns(row, forms[0], where)
-  if not turns or not all(isinstance(t, str) for t in turns):
-    raise UserError(f"{where}: {forms[0]!r} must hold text")
-  if not all(turn.strip() for turn in turns):
-    raise UserError(f"{where}: the prompt is empty")
   seed = row.get("seed")
-  if not (seed is None or (isinstance(seed, int) and 0 <= seed < 2**32)):
+  if seed is not None and (type(seed) is not int or not 0 <= seed < 2**32):
     raise UserError(f"{where}: seed must be a whole number in 0..2^32 - 1")
   return Prompt(
     id=str(row.get("id", row.get("question_id", number))),
     kind=str(row.get("kind", row.get("category", ""))),
-    history=tuple(history),
-    turns=tuple(turns),
+    history=history,
+    turns=tuple(_text(turn, f"{where}: {forms[0]!r}") for turn in turns),
     seed=seed,
   )
 
 
 def _turns(row, form, where):
   """(messages before, the user's turns) of a parsed row."""
-  history = []
+  value = [row[form]] if form == "prompt" else row[form]
+  if not isinstance(value, list) or not value:
+    raise UserError(f"{where}: {form!r} must be a list that is not empty")
+  before, turns = [], value
+  if form == "messages":
+    *before, last = [_message(message, where) for message in value]
+    if last["role"] != "user":
+      raise UserError(f"{where}: the last message must be a user's")
+    turns = [last["content"]]
   if "system" in row:
-    history.append({"role": "system", "content": row["system"]})
-  value = row[form]
-  if form == "prompt":
-    return history, [value]
-  if not isinstance(value, list):
-    raise UserError(f"{where}: {form!r} must be a list")
-  if form == "turns":
-    return history, value
-  *before, last = value or [{}]
-  if not isinstance(last, dict) or last.get("role") != "user":
-    raise UserError(f"{where}: the last message must be a user's")
-  return [*history, *before], [last.get("content")]
+    before.insert(0, {"role": "system", "content": row["system"]})
+    _text(row["system"], f'{where}: "system"', may_be_empty=True)
+  return tuple(before), turns
+
+
+def _message(message, where):
+  """A row's message without whatever else it holds."""
+  role = message.get("role") if isinstance(message, dict) else None
+  if role not in chat.ROLES:
+    roles = ", ".join(chat.ROLES)
+    raise UserError(f"{where}: a message needs a role out of {roles}")
+  content = _text(
+    message.get("content"), f"{where}: a content", may_be_empty=True
+  )
+  return {"role": role, "content": content}
+
+
+def _text(value, what, *, may_be_empty=False):
+  """Return `value`; raise UserError unless it is text that has UTF-8."""
+  if not isinstance(value, str):
+    raise UserError(f"{what} must be text, got {json.dumps(value)[:40]}")
+  if not may_be_empty and not value.strip():
+    raise UserError(f"{what} is empty")
+  try:
+    value.encode()
+  except UnicodeEncodeError as e:  # half of a surrogate pair
+    raise UserError(f"{what} holds what is no character: {e.reason}") from e
+  return value
 
 
 def encode(tok, messages, *, as_chat):

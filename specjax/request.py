@@ -79,7 +79,7 @@ def check(*, temperature, top_k, top_p, min_p):
   """Raise ValueError, naming the value, where one is outside its range."""
   del top_k  # any integer: <= 0 and >= V both mean off
   rules = (
-    ("temperature", temperature, lambda x: x >= 0, ">= 0"),
+    ("temperature", temperature, lambda x: x >= 0, ">= 0 and finite"),
     ("top_p", top_p, lambda x: (x > 0) & (x <= 1), "in (0, 1]"),
     ("min_p", min_p, lambda x: (x >= 0) & (x <= 1), "in [0, 1]"),
   )

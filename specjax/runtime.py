@@ -1,12 +1,20 @@
 """JAX as every script wants it, and what there is to say about the machine."""
 
+import logging
+import os
 import platform
+import subprocess
+import sys
+import tempfile
+import warnings
 from importlib import metadata
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
 from specjax import __version__
+from specjax.errors import UserError
 from specjax.models import hub
 
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "gguf")
@@ -21,17 +29,45 @@ def setup(dtype):
   TPUs otherwise round to fewer bits. Compiled programs are kept in the user's
   cache folder and found again by the next process. Seeds promise the same
   tokens within one version, so the way keys are partitioned is pinned.
+
+  Raises:
+    UserError: JAX cannot start on what JAX_PLATFORMS names.
   """
-  if dtype == "auto":
+  # JAX's warnings are for those who write programs, not for those who run one.
+  warnings.filterwarnings("ignore", module="jax")
+  logging.getLogger("jax").setLevel(logging.ERROR)
+  try:
     on_cpu = jax.default_backend() == "cpu"
+  except (RuntimeError, AssertionError) as e:  # a missing plugin asserts
+    asked = os.environ.get("JAX_PLATFORMS", "")
+    reason = str(e) or "there is no such device"
+    raise UserError(
+      f"JAX cannot start with JAX_PLATFORMS={asked!r}: {reason}"
+    ) from e
+  if dtype == "auto":
     dtype = "float32" if on_cpu else "bfloat16"
   if dtype == "float32":
     jax.config.update("jax_default_matmul_precision", "highest")
   jax.config.update("jax_threefry_partitionable", True)
-  folder = str(hub.cache_folder() / "compiled")
-  jax.config.update("jax_compilation_cache_dir", folder)
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+  _keep_compiled(hub.cache_folder() / "compiled")
   return jnp.dtype(dtype)
+
+
+def _keep_compiled(folder):
+  """Point JAX's compilation cache to a folder; warn if it is of no use."""
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+      pass
+  except OSError as e:
+    print(
+      f"compiled programs are not kept ({folder}: {e.strerror}); set"
+      " SPECJAX_CACHE to a folder that can be written",
+      file=sys.stderr,
+    )
+    return
+  jax.config.update("jax_compilation_cache_dir", str(folder))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def device():
@@ -40,10 +76,32 @@ def device():
   return {
     "platform": first.platform,
     "kind": first.device_kind,
+    "name": _cpu_name() if first.platform == "cpu" else first.device_kind,
     "count": jax.device_count(),
+    "cores": _cores(),
     "machine": platform.machine(),
     "system": platform.system(),
   }
+
+
+def _cpu_name():
+  """What the maker calls it, where the system tells; else its architecture."""
+  try:
+    if platform.system() == "Darwin":
+      ask = ["sysctl", "-n", "machdep.cpu.brand_string"]
+      return subprocess.check_output(ask, text=True).strip()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+  except (OSError, subprocess.SubprocessError):
+    return platform.processor() or platform.machine()
+  names = [x.partition(":")[2] for x in lines if x.startswith("model name")]
+  return " ".join(names[0].split()) if names else platform.machine()
+
+
+def _cores():
+  """The cores that this process may use."""
+  if hasattr(os, "sched_getaffinity"):  # Linux: what a container was given
+    return len(os.sched_getaffinity(0))
+  return os.cpu_count()
 
 
 def versions():

@@ -6,10 +6,11 @@ not asked for costs nothing even inside that vmap: each threshold is found by a
 would become a select and always run. Nothing sorts the vocabulary.
 """
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
-_BLOCK = 256  # width of the inner level of `draw`
+_BLOCK = 256  # tokens in a block of `draw`
 
 
 def probabilities(logits, params, history=None):
@@ -55,41 +56,37 @@ def probabilities(logits, params, history=None):
   )
 
 
-def draw(p, u):
-  """Draw from p with one uniform: a two-level inverse CDF.
+def draw(p, key):
+  """Draw a token from p by two small Gumbel-max draws: a block, then in it.
 
-  The token is the first i with sum(p[: i + 1]) > u * sum(p), found among the
-  sums of blocks first and then inside one block, which costs two passes over
-  V instead of a cumulative sum. A token with p = 0 is never drawn, whatever
-  the rounding of the sums.
+  The law is exactly p: argmax_b(log mass_b + g_b) is a block with probability
+  mass_b, and the same rule inside it a token with p_i / mass_b (Gumbel 1954;
+  Maddison et al. 2014). A token with p = 0 is never drawn.
+
+  A step costs one pass over V and some hundred random numbers, not V of them.
+  An inverse CDF would be as cheap, but rounding moves each of its V borders:
+  logits that differ in the last bits, as those of two batch sizes do, gave
+  another token in 1 of 800 draws. Here it is about 3 TV of the two laws.
 
   Args:
     p: [V] non-negative weights, not all zero; they need not sum to 1.
-    u: [] uniform on [0, 1).
+    key: consumed.
 
   Returns:
     [] int32 token.
   """
   (V,) = p.shape
   blocks = jnp.pad(p, (0, -V % _BLOCK)).reshape(-1, _BLOCK)
-  mass = blocks.sum(1)
-  block, below = _first_above(mass, u.astype(p.dtype) * mass.sum())
-  inner, _ = _first_above(blocks[block], u.astype(p.dtype) * mass.sum() - below)
-  return block * _BLOCK + inner
+  outer, inner = jax.random.split(key)
+  block = _gumbel_max(blocks.sum(1), outer)
+  return block * _BLOCK + _gumbel_max(blocks[block], inner)
 
 
-def _first_above(mass, goal):
-  """First i of positive mass with cumsum(mass)[i] > goal, and the sum before.
-
-  Rounding may leave no such i; it is then the last one of positive mass.
-  """
-  (n,) = mass.shape
-  ids = lax.iota(jnp.int32, n)
-  total = jnp.cumsum(mass)
-  first = jnp.where((mass > 0) & (total > goal), ids, n).min()
-  last = jnp.where(mass > 0, ids, 0).max()
-  i = jnp.minimum(first, last)
-  return i, total[i] - mass[i]
+def _gumbel_max(weights, key):
+  """argmax(log weights + Gumbel noise); "high" resolves events below 1e-7."""
+  # float32 by name: under jax_enable_x64 the default draws other bits
+  noise = jax.random.gumbel(key, weights.shape, jnp.float32, mode="high")
+  return jnp.argmax(jnp.log(weights) + noise).astype(jnp.int32)
 
 
 def _is_truncated(V, params):

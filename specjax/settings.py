@@ -15,6 +15,12 @@ def check(config):
   _range("max_new_tokens", config.max_new_tokens, 0)
   _range("prompts.limit", config.prompts.limit, 0)
   _range("seed", config.seed, 0, 2**32 - 1)
+  _range("sampling.top_k", config.sampling.top_k, -(2**31), 2**31 - 1)
+  if config.target == "random" and "architecture" not in config:
+    raise UserError(
+      '--config.target="random" needs a config with an architecture, such as'
+      " configs/tiny.py or configs/smollm2.py:random"
+    )
   try:
     request.check(**config.sampling)
   except ValueError as e:

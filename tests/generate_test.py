@@ -55,11 +55,11 @@ def _next_token(target, params, tokens, length, key, row):
   hidden, _, _ = target.apply(params, tokens[None], positions, None)
   logits = target.unembed(params, hidden[0, length - 1])
   p = sampling.probabilities(logits, row)
-  return sampling.draw(p, jax.random.uniform(key, dtype=jnp.float32))
+  return sampling.draw(p, key)
 
 
 def _by_definition(target, params, prompt, *, n, seed=0, **options):
-  """Token t = draw(probabilities(logits of the prefix), u of key t)."""
+  """Token t = draw(probabilities(logits of the prefix), key t)."""
   ask = request.make([prompt], max_new=n, seed=seed, **options)
   row = jax.tree.map(lambda x: x[0], ask.sampling)
   tokens = np.zeros(64, np.int32)
@@ -260,7 +260,7 @@ def test_no_copy_of_the_cache_in_the_loop(batch):
   "change, message",
   [
     (dict(prompts=[[1], []]), "prompt 1 is empty"),
-    (dict(temperature=-0.1), "temperature must be >= 0, got -0.1"),
+    (dict(temperature=-0.1), "temperature must be >= 0 and finite, got -0.1"),
     (dict(temperature=float("nan")), "temperature"),
     (dict(top_p=0.0), "top_p must be in (0, 1], got 0.0"),
     (dict(top_p=1.1), "top_p"),

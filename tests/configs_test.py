@@ -1,0 +1,89 @@
+"""Every config builds, passes its own checks and does what its lines say."""
+
+import dataclasses
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from configs import common
+from specjax import cli, prompts, settings
+from specjax.errors import UserError
+from specjax.models import families
+
+ROOT = Path(__file__).parents[1]
+NAMES = [p.stem for p in sorted((ROOT / "configs").glob("*.py"))]
+SPECS = [(n, "") for n in NAMES if n != "common"] + [("smollm2", "random")]
+
+
+def _build(name, arg):
+  return importlib.import_module(f"configs.{name}").get_config(arg)
+
+
+@pytest.mark.parametrize("name, arg", SPECS)
+def test_config(name, arg):
+  config = _build(name, arg)
+  settings.check(config)
+  assert prompts.read(config)[0].turns[0]
+  assert set(cli.flatten(common.decoding())) <= set(cli.flatten(config))
+  if config.target == "random":
+    families.from_hf(config.architecture)
+
+
+@pytest.mark.parametrize("name", {name for name, _ in SPECS})
+def test_unknown_argument_is_named(name):
+  with pytest.raises(ValueError, match="unknown config argument 'huge'"):
+    _build(name, "huge")
+
+
+def test_random_has_the_shapes_of_the_real_model(smollm2_gguf):
+  from specjax.models import load
+
+  real = load.opened(str(smollm2_gguf)).config
+  fake = families.from_hf(_build("smollm2", "random").architecture)
+  # the GGUF rounds it to float32
+  assert fake.norm_eps == pytest.approx(real.norm_eps)
+  assert fake == dataclasses.replace(real, norm_eps=fake.norm_eps)
+
+
+@pytest.mark.parametrize("path", [f"configs/{n}.py" for n in NAMES])
+def test_commands_in_docstrings_name_this_config(path):
+  doc = importlib.import_module(path[:-3].replace("/", ".")).__doc__
+  commands = re.findall(r"--config=(\S+)", doc)
+  assert set(commands) <= {path}
+  assert commands or path == "configs/common.py"
+
+
+@pytest.mark.parametrize(
+  "key, value, why",
+  [
+    ("dtype", "float23", "dtype must be one of auto, float32"),
+    ("decoder", "speculativ", "decoder must be one of"),
+    ("batch_size", 0, "batch_size must be at least 1"),
+    ("max_new_tokens", -1, "max_new_tokens must be at least 0"),
+    ("prompts.limit", -1, "prompts.limit must be at least 0"),
+    ("seed", -1, "seed must be in"),
+    ("seed", 2**32, "seed must be in"),
+    ("sampling.temperature", -0.1, "sampling.temperature must be >= 0"),
+    ("sampling.temperature", float("nan"), "sampling.temperature must be"),
+    ("sampling.temperature", float("inf"), "sampling.temperature must be"),
+    ("sampling.top_p", 0.0, "sampling.top_p must be in"),
+    ("sampling.top_p", 1.5, "sampling.top_p must be in"),
+    ("sampling.min_p", -0.5, "sampling.min_p must be in"),
+    ("sampling.top_k", 2**31, "sampling.top_k must be in"),
+  ],
+)
+def test_impossible_value(key, value, why):
+  config = _build("tiny", "")
+  config.update_from_flattened_dict({key: value})
+  with pytest.raises(UserError) as error:
+    settings.check(config)
+  assert f"--config.{why}" in str(error.value)
+
+
+def test_random_needs_an_architecture():
+  config = common.decoding()
+  config.target = "random"
+  with pytest.raises(UserError, match=r"configs/tiny\.py"):
+    settings.check(config)
