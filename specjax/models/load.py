@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax.errors import UserError
 from specjax.models import (
   families,
   gguf,
@@ -37,7 +38,7 @@ class Model(NamedTuple):
 
 
 def source(reference, console=None):
-  """Open the weight file that a reference names; see `hub.resolve`."""
+  """Return the checked `weights.Source` of a reference; see `hub.resolve`."""
   path = hub.resolve(reference, console=console)
   return hf.open_folder(path) if path.is_dir() else gguf.open_file(path)
 
@@ -53,9 +54,15 @@ def opened(reference, *, console=None):
     UserError: anything wrong with the reference or its files.
   """
   file = source(reference, console)
-  return Opened(
-    file.config, file.tokenizer(), functools.partial(weights.load, file)
-  )
+  tok, vocab_size = file.tokenizer(), file.config.vocab_size
+  # Smaller is usual: vocabularies are padded. A larger one has ids without an
+  # embedding, which a gather would silently take for the last one.
+  if tok.vocab_size > vocab_size:
+    raise UserError(
+      f"{file.where}: the tokenizer has ids up to {tok.vocab_size - 1}, the"
+      f" model a vocabulary of {vocab_size}; they do not belong together"
+    )
+  return Opened(file.config, tok, functools.partial(weights.load, file))
 
 
 def random(architecture, *, seed=0):
@@ -64,7 +71,7 @@ def random(architecture, *, seed=0):
   Args:
     architecture: a dict with the keys of a config.json.
   """
-  config = families.from_hf(architecture)
+  config = families.from_hf(architecture, where="the architecture")
 
   def read(*, dtype, untie, track):
     del track  # made in one program

@@ -8,7 +8,7 @@ exists.
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -23,15 +23,27 @@ class Source(NamedTuple):
 
   where: str  # for messages
   config: transformer.Config
-  names: frozenset  # Hugging Face names of the tensors that it holds
+  shapes: Mapping  # Hugging Face name of each tensor that it holds -> shape
   read: Callable  # name -> numpy array, a float type, [out, in] for matrices
   tokenizer: Callable  # () -> Tokenizer
 
 
-_EMBED, _HEAD, _NORM = "model.embed_tokens", "lm_head", "model.norm"
-# buffers that old files carry and that the config already says
-_IGNORED = re.compile(r".*rotary_emb\.inv_freq|rope_freqs\.weight")
-BLOCKS = {  # a layer's own names -> ours, the parts in order
+class Leaf(NamedTuple):
+  """One array of the parameter tree and the tensors that it is made of."""
+
+  path: tuple[str, ...]  # keys
+  shape: tuple[int, ...]
+  parts: Mapping  # name of a tensor -> its shape, side by side in the array
+  transposed: bool  # they are stored [out, in]
+
+
+_EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_OUTER = {  # a path outside the layers -> its tensor, is that transposed
+  ("embed",): (_EMBED, False),
+  ("head",): (_HEAD, True),
+  ("norm", "scale"): ("model.norm.weight", False),
+}
+BLOCKS = {  # a layer's own names -> the tensors', the parts in order
   "attn_norm": ["input_layernorm"],
   "qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
   "out": ["self_attn.o_proj"],
@@ -39,61 +51,114 @@ BLOCKS = {  # a layer's own names -> ours, the parts in order
   "gate_up": ["mlp.gate_proj", "mlp.up_proj"],
   "down": ["mlp.down_proj"],
 }
+_STRIP = 64  # rows transposed at a time, so that both sides stay in the cache
 _LEAVES = {"scale": "weight", "kernel": "weight", "bias": "bias"}
+_LAYER = re.compile(r"model\.layers\.(\d+)\..*")
+# buffers that old files carry and that the config already says
+_IGNORED = re.compile(r".*rotary_emb\.inv_freq|rope_freqs\.weight")
 
 
 def plan(config):
-  """Return {path in the tree: (names of its parts, is it stored transposed)}.
+  """Return the `Leaf`s of an architecture, the large outer ones first."""
+  tree = jax.tree_util.tree_leaves_with_path(transformer.shapes(config))
+  return [
+    _leaf(config, tuple(key.key for key in path), x.shape) for path, x in tree
+  ]
 
-  A path is a tuple of keys; a fused matrix has several parts, side by side.
+
+def _leaf(config, path, shape):
+  if path in _OUTER:
+    name, transposed = _OUTER[path]
+    return Leaf(
+      path, shape, {name: shape[:: -1 if transposed else 1]}, transposed
+    )
+  layer, block, kind = path
+  widths = _widths(config).get(block, shape[-1:])
+  i = layer.removeprefix("layer_")
+  transposed = kind == "kernel"
+  parts = {}
+  for part, width in zip(BLOCKS[block], widths, strict=True):
+    name = f"model.layers.{i}.{part}.{_LEAVES[kind]}"
+    parts[name] = (width, shape[0]) if transposed else (width,)
+  return Leaf(path, shape, parts, transposed)
+
+
+def _widths(config):
+  """Widths of the parts of a fused block."""
+  kv = config.kv_heads * config.head_dim
+  return {
+    "qkv": (config.heads * config.head_dim, kv, kv),
+    "gate_up": (config.hidden, config.hidden),
+  }
+
+
+def checked(source):
+  """Return the source if it holds the tensors that its config implies.
+
+  Nothing is read for that: names and shapes are known when a file is open. A
+  tied model may bring a head all the same; it is the embedding that is used.
+
+  Raises:
+    UserError: a tensor is missing, left over or of another shape, by name.
   """
-  parts = {("embed",): (["model.embed_tokens.weight"], False)}
-  if not config.tied:
-    parts["head",] = ([f"{_HEAD}.weight"], True)
-  parts["norm", "scale"] = ([f"{_NORM}.weight"], False)
-  for path in _paths(transformer.shapes(config)):
-    if path in parts:
-      continue
-    layer, block, leaf = path
-    i = layer.removeprefix("layer_")
-    names = [
-      f"model.layers.{i}.{part}.{_LEAVES[leaf]}" for part in BLOCKS[block]
-    ]
-    parts[path] = (names, leaf == "kernel")
-  return parts
+  where, config, found = source.where, source.config, source.shapes
+  layers = {m[1] for m in map(_LAYER.fullmatch, found) if m}
+  if len(layers) != config.layers:  # asked first: the rest is slow if absurd
+    raise UserError(
+      f"{where} has tensors of {len(layers)} layers, but its config says"
+      f" {config.layers}"
+    )
+  wanted = {k: v for leaf in plan(config) for k, v in leaf.parts.items()}
+  missing = [name for name in wanted if name not in found]
+  if missing:
+    hint = "; its config says the head is not tied to the embedding"
+    raise UserError(
+      f"{where} has no tensor {missing[0]} ({len(missing)} missing)"
+      f"{hint if missing == [_HEAD] else ''}"
+    )
+  known = {*wanted, _HEAD} if config.tied else {*wanted}
+  left = [n for n in found if n not in known and not _IGNORED.fullmatch(n)]
+  if left:
+    raise UserError(
+      f"{where} has a tensor {min(left)!r} that its config does not know"
+      f" ({len(left)} left over)"
+    )
+  for name, shape in wanted.items():
+    if found[name] != shape:
+      raise UserError(
+        f"{where}: {name} has shape {list(found[name])}, the config implies"
+        f" {list(shape)}"
+      )
+  return source
 
 
-def load(source, *, dtype, untie=False, track=lambda names: names):
+def load(source, *, dtype, untie=False, track=lambda leaves: leaves):
   """Read the parameter tree of `source` onto the default device.
 
   Args:
-    source: an opened file.
+    source: an opened file, `checked`.
     dtype: of every parameter.
     untie: give a tied model its own head, the transposed embedding. It costs
       one more [D, V] matrix and saves XLA's CPU backend from reading the
       embedding the slow way round in every step.
-    track: wraps the list of paths that is read, for a progress bar.
+    track: wraps the list of leaves that is read, for a progress bar.
 
   Returns:
     (params, config); the config says tied=False after `untie`.
 
   Raises:
-    UserError: a tensor is missing, left over, or has another shape than the
-      config implies; each is named.
+    UserError: the file cannot be read to its end.
   """
-  config = source.config
-  wanted = plan(config)
-  _check_names(source, wanted)
-  shapes = transformer.shapes(config)
+  config = as_loaded(source.config, untie)
   params = {}
-  for path in track(list(wanted)):
-    names, transposed = wanted[path]
-    shape = _at(shapes, path).shape
-    value = _read(source, names, shape, transposed, dtype)
-    _put(params, path, jax.device_put(value))
-    if path == ("embed",) and untie and config.tied:
-      params["head"] = jax.device_put(np.ascontiguousarray(value.T))
-  return params, as_loaded(config, untie)
+  for leaf in track(plan(config)):
+    if leaf.path == ("head",) and source.config.tied:
+      leaf = leaf._replace(parts={_EMBED: leaf.shape[::-1]})
+    # JAX may keep this very buffer as its own, so nothing writes to it again.
+    # Waiting for the copy, if it makes one, bounds the memory to one leaf more.
+    value = jax.block_until_ready(jax.device_put(_read(source, leaf, dtype)))
+    _put(params, leaf.path, value)
+  return params, config
 
 
 def as_loaded(config, untie):
@@ -101,59 +166,21 @@ def as_loaded(config, untie):
   return dataclasses.replace(config, tied=config.tied and not untie)
 
 
-def _read(source, names, shape, transposed, dtype):
-  value = np.empty(shape, dtype)
+def _read(source, leaf, dtype):
+  """Return a new array, never a view of the file."""
+  value = np.empty(leaf.shape, dtype)
   at = 0
-  for name in names:
+  for name in leaf.parts:
     x = source.read(name)
-    x = x.T if transposed else x
-    end = at + x.shape[-1]
-    if len(names) == 1:
-      fits = x.shape == shape
-    else:
-      fits = x.shape[:-1] == shape[:-1] and end <= shape[-1]
-    if not fits:
-      raise UserError(
-        f"{source.where}: {name} has shape {list(x.shape)}, the config implies"
-        f" {list(shape)}{' with its neighbours' if len(names) > 1 else ''}"
-      )
-    value[..., at:end] = x
-    at = end
+    width = len(x) if leaf.transposed else x.shape[-1]
+    part = value[..., at : at + width]
+    at += width
+    if not leaf.transposed:
+      part[...] = x
+      continue
+    for i in range(0, width, _STRIP):
+      part[:, i : i + _STRIP] = x[i : i + _STRIP].T
   return value
-
-
-def _check_names(source, wanted):
-  needed = {name for names, _ in wanted.values() for name in names}
-  missing = sorted(needed - source.names)
-  if missing:
-    raise UserError(
-      f"{source.where} has no tensor {missing[0]} ({len(missing)} missing)"
-    )
-  # A tied file may repeat the embedding as its head; the embedding is used.
-  spare = {f"{_HEAD}.weight"} if source.config.tied else set()
-  left = sorted(
-    name
-    for name in source.names - needed - spare
-    if not _IGNORED.fullmatch(name)
-  )
-  if left:
-    raise UserError(
-      f"{source.where} has a tensor {left[0]} that its config does not know"
-      f" ({len(left)} left over)"
-    )
-
-
-def _paths(tree):
-  return [
-    tuple(key.key for key in path)
-    for path, _ in jax.tree_util.tree_leaves_with_path(tree)
-  ]
-
-
-def _at(tree, path):
-  for key in path:
-    tree = tree[key]
-  return tree
 
 
 def _put(tree, path, value):
