@@ -1,50 +1,22 @@
-"""Plain decoding: one compiled `while_loop` for a whole batch.
+"""Decoding: one compiled `while_loop` for a whole batch.
 
-`start` prefills the prompts and `advance` runs the loop; `autoregressive` and
-`stream` drive those two programs, so streamed and unstreamed text are equal.
-Nothing comes back to the host inside `advance`.
-
-Invariant: `length` tokens of a row are committed and the cache is valid for
-length - 1 of them; the last one has not been fed. A prompt needs no logits.
+`loop.start` prefills the prompts and `advance` runs the loop; `autoregressive`
+and `stream` drive those two programs, so streamed and unstreamed text are
+equal. `round` is the body of the speculative loop. Nothing comes back to the
+host inside either.
 """
 
 import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from specjax import sampling, types
+from specjax import sampling, types, verify
+from specjax.loop import commit, num_slots, output, positions, start
 
-PREFILL = 64  # prompt tokens a prefill step; slots are a multiple of it
-SLOT_STEP = 256  # slots come in multiples of this: one program a multiple
-
-
-class State(NamedTuple):
-  """All that a decode loop carries. Rows never read each other's entries."""
-
-  tokens: jax.Array  # [B, S] int32, prompt then answer
-  prompt_length: jax.Array  # [B] int32
-  length: jax.Array  # [B] int32, committed tokens, prompt included
-  max_new: jax.Array  # [B] int32, a row's limit
-  finish: jax.Array  # [B] int32, see types.FINISH_REASONS
-  key: jax.Array  # [B] a request's key, never consumed, only folded
-  sampling: types.Sampling  # fields [B]
-  stop_ids: jax.Array  # [STOP_IDS] int32
-  cache: Any
-  round: jax.Array  # [B, S] int32, the round that emitted each token
-  steps: jax.Array  # [] int32, target calls made
-
-
-def num_slots(context, prompt_width, max_new_tokens):
-  """Cache slots for a request: the multiple of SLOT_STEP that holds it.
-
-  No more than the model's context needs, since a row ends there.
-  """
-  most = min(prompt_width + max_new_tokens, context)
-  return -(-max(most, 1) // SLOT_STEP) * SLOT_STEP
+__all__ = ["autoregressive", "num_slots", "round", "stream"]
 
 
 def autoregressive(target, params, request, *, max_new_tokens, slots=None):
@@ -93,89 +65,6 @@ def stream(
       return
 
 
-def start(target, params, request, *, max_new_tokens, slots=None):
-  """Place the prompts and fill the cache for all but their last token."""
-  prompt = np.asarray(request.prompt, np.int32)
-  length = np.asarray(request.length, np.int32)
-  max_new = np.asarray(request.max_new, np.int32)
-  slots = slots or num_slots(target.context, prompt.shape[1], max_new_tokens)
-  _check(target, prompt, length, max_new, max_new_tokens, slots)
-  ask = request.sampling
-  # numpy, because a jnp.pad would compile once for every prompt width
-  tokens = np.zeros((len(prompt), slots), np.int32)
-  width = min(prompt.shape[1], slots)
-  tokens[:, :width] = prompt[:, :width]
-  ended = np.where(length >= target.context, types.CONTEXT, types.RUNNING)
-  state = State(
-    tokens=tokens,
-    prompt_length=length,
-    length=length.copy(),
-    max_new=max_new,
-    finish=np.where(max_new == 0, types.LENGTH, ended).astype(np.int32),
-    key=request.key,
-    sampling=types.Sampling(
-      temperature=np.asarray(ask.temperature, np.float32),
-      top_k=np.asarray(ask.top_k, np.int32),
-      top_p=np.asarray(ask.top_p, np.float32),
-      min_p=np.asarray(ask.min_p, np.float32),
-    ),
-    stop_ids=np.asarray(request.stop_ids, np.int32),
-    cache=None,
-    round=np.zeros_like(tokens),
-    steps=np.int32(0),
-  )
-  return _prefill(target, params, state)
-
-
-def _check(target, prompt, length, max_new, max_new_tokens, slots):
-  if slots % PREFILL:
-    raise ValueError(f"slots must be a multiple of {PREFILL}, got {slots}")
-  if (length < 1).any():
-    raise ValueError(f"row {int(length.argmin())} has an empty prompt")
-  if (length > prompt.shape[1]).any():
-    raise ValueError(
-      f"length {length.max()} is more than the prompt's width {prompt.shape}"
-    )
-  if (length > target.context).any():
-    raise ValueError(
-      f"row {int(length.argmax())} has {length.max()} tokens; the model's"
-      f" context holds {target.context}"
-    )
-  needed = np.minimum(length + max_new, target.context).max()
-  if slots < needed:
-    raise ValueError(f"{needed} tokens do not fit in {slots} slots")
-  if (max_new < 0).any() or (max_new > max_new_tokens).any():
-    raise ValueError(
-      f"max_new must be in 0..{max_new_tokens}, got {max_new.tolist()}"
-    )
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _prefill(target, params, state):
-  """Feed tokens 0 .. length - 2 of each row, PREFILL at a time.
-
-  The number of chunks is data, so a prompt's length compiles nothing. Rows
-  write junk behind their own end; it is overwritten before it can be seen.
-  """
-  B, S = state.tokens.shape
-  running = state.finish == types.RUNNING
-  fed = jnp.where(running, state.length - 1, 0).max()
-
-  def feed(carry):
-    at, cache = carry
-    tokens = lax.dynamic_slice_in_dim(state.tokens, at, PREFILL, axis=1)
-    positions = jnp.broadcast_to(at + jnp.arange(PREFILL), (B, PREFILL))
-    _, _, cache = target.apply(params, tokens, positions, cache)
-    return at + PREFILL, cache
-
-  _, cache = lax.while_loop(
-    lambda carry: carry[0] < fed,
-    feed,
-    (jnp.int32(0), target.init_cache(B, S)),
-  )
-  return state._replace(cache=cache)
-
-
 def advance(target, params, state, *, steps):
   """Run the loop for at most `steps` target calls, or until all rows end.
 
@@ -213,71 +102,49 @@ def _step(target, params, state):
   return state
 
 
-def positions(state, width):
-  """Positions [B, width] from each row's last token on.
+def round(target, drafter, params, draft_params, state, noise, *, num_draft):
+  """Propose, score, verify, sample the next token, commit.
 
-  A frozen row's lie outside the cache, where nothing is written.
-  """
-  running = state.finish == types.RUNNING
-  first = jnp.where(running, state.length - 1, state.tokens.shape[1])
-  return first[:, None] + jnp.arange(width)
-
-
-def commit(target, state, tokens, count, broken):
-  """Append tokens [B, N] to each row, up to the first event that ends it.
-
-  Events in token order: a stop id (kept, the last one), max_new, the end of
-  the context; then, if the target's law behind them is broken, that.
+  The target is called once, on the last committed token and the K drafted
+  ones; what it emits has the law of plain decoding for every drafter
+  (`verify.token`). Rejected tokens leave stale cache slots behind the row's
+  length, which nothing sees.
 
   Args:
-    tokens: [B, N] candidates, the first `count` [B] of them real.
-    broken: [B] whether the law of the token behind them is not finite.
+    target, drafter: `Target` and `Drafter`; params, draft_params: theirs.
+    state: a `loop.State` whose `draft` is the drafter's.
+    noise: a `Noise`, all the randomness that is used.
+    num_draft: K >= 0.
 
   Returns:
-    The state, one round older, and how many tokens each row emitted [B].
+    The state, one round older.
   """
-  B, N = tokens.shape
-  S = state.tokens.shape[1]
-  running = state.finish == types.RUNNING
-  i = jnp.arange(N)
-  is_stop = (tokens[:, :, None] == state.stop_ids).any(2)  # [B, N]
-  stopped_before = jnp.cumsum(is_stop, 1) - is_stop > 0
-  left = state.max_new - (state.length - state.prompt_length)
-  room = jnp.minimum(left, target.context - state.length)
-  count = jnp.minimum(count, room) * running
-  keep = (i < count[:, None]) & ~stopped_before
-  emitted = keep.sum(1).astype(jnp.int32)
-  length = state.length + emitted
+  K, rows = num_draft, jnp.arange(len(state.tokens))
+  context = types.Context(state.tokens, state.length, state.sampling, K)
+  proposal, draft = drafter.propose(draft_params, state.draft, context, noise)
 
-  finish = jnp.where(broken, types.NONFINITE, types.RUNNING)
-  finish = jnp.where(length >= target.context, types.CONTEXT, finish)
-  finish = jnp.where(emitted >= left, types.LENGTH, finish)
-  finish = jnp.where((keep & is_stop).any(1), types.STOP, finish)
-  rows = jnp.arange(B)[:, None]
-  at = jnp.where(keep, state.length[:, None] + i, S)
-  return state._replace(
-    tokens=state.tokens.at[rows, at].set(tokens, mode="drop"),
-    round=state.round.at[rows, at].set(state.steps, mode="drop"),
-    length=length,
-    finish=jnp.where(running, finish, state.finish).astype(jnp.int32),
-    steps=state.steps + 1,
-  ), emitted
-
-
-def output(state, max_new_tokens):
-  """Read what is committed so far back to the host, as an `Output`."""
-  state = jax.device_get(
-    state._replace(cache=None, key=None, sampling=None, stop_ids=None)
+  last = state.tokens[rows, state.length - 1]
+  fed = jnp.concatenate([last[:, None], proposal.tokens], 1)  # [B, K + 1]
+  hidden, taps, cache = target.apply(
+    params, fed, positions(state, K + 1), state.cache, features=drafter.features
   )
-  t = np.arange(max_new_tokens)  # [N]
-  count = state.length - state.prompt_length
-  real = t < count[:, None]  # [B, N]
-  at = np.minimum(state.prompt_length[:, None] + t, state.tokens.shape[1] - 1)
-  return types.Output(
-    tokens=np.where(real, np.take_along_axis(state.tokens, at, 1), -1),
-    length=count,
-    finish_reason=state.finish,
-    logprobs=None,
-    round=np.where(real, np.take_along_axis(state.round, at, 1), -1),
-    stats=types.Stats(steps=state.steps),
+  logits = target.unembed(params, hidden)  # [B, K + 1, V]
+  law = jax.vmap(sampling.probabilities, (0, None))  # one row's positions
+  p = jax.vmap(law)(logits, state.sampling)
+
+  verdict = jax.vmap(verify.token)(
+    p, proposal.probs, proposal.tokens, noise.accept, length=proposal.length
   )
+  n = verdict.num_accepted  # [B]
+  following = noise.next(n, verdict.next_probs)  # [B]
+  i = jnp.arange(K + 1)
+  padded = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
+  tokens = jnp.where(i == n[:, None], following[:, None], padded)
+  finite = jnp.isfinite(verdict.next_probs[:, 0])
+
+  before = state.length
+  state, emitted = commit(
+    target, state._replace(cache=cache), tokens, n + finite, ~finite
+  )
+  outcome = types.Outcome(tokens, emitted, before, taps)
+  return state._replace(draft=drafter.commit(draft_params, draft, outcome))

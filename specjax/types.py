@@ -79,3 +79,57 @@ class Output(NamedTuple):
   logprobs: Any  # [B, N] or None when they were not asked for
   round: jax.Array  # [B, N] int32, which target call emitted it, -1 behind
   stats: Stats
+
+
+class Proposal(NamedTuple):
+  """What a drafter proposes for one round."""
+
+  tokens: jax.Array  # [B, K] int32
+  probs: jax.Array  # [B, K, V] the very law each was drawn from
+  length: jax.Array  # [B] int32 in 0..K, how many are real
+
+
+class Verdict(NamedTuple):
+  """What a verifier makes of one row's draft."""
+
+  num_accepted: jax.Array  # [] int32
+  next_probs: jax.Array  # [V] the law of the token behind the accepted prefix
+
+
+class Noise(NamedTuple):
+  """All the randomness of a round: made from keys, or enumerated by a test."""
+
+  draft: Callable  # (i, probs [B, Vq]) -> [B] tokens of the draft's vocabulary
+  accept: jax.Array  # [B, K] uniforms on [0, 1)
+  next: Callable  # (num_accepted [B], probs [B, V]) -> [B] tokens
+
+
+class Context(NamedTuple):
+  """What a drafter may know when it proposes."""
+
+  tokens: jax.Array  # [B, S] int32, committed up to length
+  length: jax.Array  # [B] int32
+  sampling: Sampling  # fields [B], the draft's own
+  num_draft: int  # K
+
+
+class Outcome(NamedTuple):
+  """What became of a round."""
+
+  tokens: jax.Array  # [B, K + 1] int32, the emitted ones first
+  count: jax.Array  # [B] int32, how many were emitted
+  length: jax.Array  # [B] int32, committed before the round
+  taps: jax.Array  # [B, K + 1, F, D] of the fed tokens
+
+
+class Drafter(NamedTuple):
+  """A drafting method as pure, batched functions of its parameters.
+
+  Make it once, as a `Target`: it is static in the jitted programs.
+  """
+
+  features: tuple  # target layers whose outputs it reads, () for none
+  # (params, prompt [B, T], length [B], taps, slots) -> state
+  init: Callable
+  propose: Callable  # (params, state, context, noise) -> (Proposal, state)
+  commit: Callable  # (params, state, outcome) -> state
