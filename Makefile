@@ -27,8 +27,9 @@ setup: $(VENV)/installed
 # pip 24.1 and newer report how far a download is
 $(VENV)/installed: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "$(PYTHON) does not run, or is older than 3.11: make PYTHON=..."; exit 2; }
-	@echo "installing into $(VENV): 0.8 GB, about a minute"
+	  { echo "$(PYTHON) does not run or is older than 3.11: make PYTHON=..."; \
+	    exit 2; }
+	@echo "installing into $(VENV): 1 GB, about a minute"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=24.1"
 	$(BIN)/python -m pip install --quiet -r requirements.txt

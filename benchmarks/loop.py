@@ -12,7 +12,6 @@ medians over the turns; run it on an otherwise idle machine.
   T = 0, T = 1, top_p = 0.9 at T = 1: `generate.advance`
 """
 
-import json
 import statistics
 import time
 
@@ -24,7 +23,17 @@ import rich.table
 from absl import flags
 from jax import lax
 
-from specjax import cli, generate, memory, request, runtime, terminal
+from specjax import (
+  cli,
+  generate,
+  memory,
+  report,
+  request,
+  runtime,
+  settings,
+  terminal,
+)
+from specjax.errors import UserError
 from specjax.models import load
 
 _CONFIG = cli.define_config()
@@ -130,8 +139,15 @@ def _table(times, steps):
 def main(argv):
   del argv
   out = terminal.console()
-  dtype = runtime.setup(_CONFIG.value.dtype)
   config = _CONFIG.value
+  settings.check(config)
+  if _ROUNDS.value < 1 or not 0 < _STEPS.value <= _SLOTS - _PROMPT:
+    raise UserError(
+      f"--rounds must be at least 1, --steps in 1..{_SLOTS - _PROMPT}"
+    )
+  if _JSON.value is not None:
+    report.check_path(_JSON.value)
+  dtype = runtime.setup(config.dtype)
   if config.target == "random":
     opened = load.random(config.architecture)
   else:
@@ -145,9 +161,9 @@ def main(argv):
     f"{device['name']}, {device['cores']} cores, {dtype}, {_ROUNDS.value} turns"
   )
   print(f"peak memory {memory.human(memory.peak() or 0)}")
-  if _JSON.value:
-    with open(_JSON.value, "w") as f:
-      json.dump({"steps": steps, "seconds": times, "device": device}, f)
+  if _JSON.value is not None:
+    found = {"steps": steps, "seconds": times, "device": device}
+    report.save(_JSON.value, found)
 
 
 if __name__ == "__main__":

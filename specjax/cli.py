@@ -24,14 +24,10 @@ from ml_collections.config_flags import tuple_parser
 
 from specjax.errors import UserError
 
-# Flags defined here belong to the script that called.
-flags.disclaim_key_flags()
+flags.disclaim_key_flags()  # what is defined here is the calling script's
 
-# The arguments as config_flags reads them: --config first, `=` everywhere.
-_ARGS = []
-
-# The types that a value can have: how each is read, and what to call it.
-_KINDS = {
+_ARGS = []  # as config_flags reads them: --config first, `=` everywhere
+_KINDS = {  # type of a value -> how it is read, and what to call it
   bool: (flags.BooleanParser(), "true or false"),
   int: (flags.IntegerParser(), "a whole number"),
   float: (flags.FloatParser(), "a number"),
@@ -113,13 +109,13 @@ def _check_path(path, suffix):
 
 def _config_files(folder="configs"):
   """Return the paths in `folder` that --config can take."""
-  is_config = lambda p: "def get_config" in p.read_text(errors="ignore")
-  return sorted(filter(is_config, pathlib.Path(folder).glob("*.py")))
+  found = sorted(p for p in pathlib.Path(folder).glob("*.py") if p.is_file())
+  return [p for p in found if "def get_config" in p.read_text(errors="ignore")]
 
 
 def _no_config():
-  choose = ", ".join(map(str, _config_files())) or "none in configs/"
-  return UserError(f"no config: type --config=FILE.py (found: {choose})")
+  found = ", ".join(map(str, _config_files())) or "none in configs/"
+  return UserError(f"no config: type --config=FILE.py (found: {found})")
 
 
 def _fields(config, prefix=""):
@@ -199,8 +195,8 @@ def _unknown(name, known):
   found = [n for n in known if n.endswith(f".{short}")] or [
     pool[best] for pool in pools if (best := nearest(short, pool))
   ][:1]
-  choose = " or ".join(f"--{n}" for n in found)
-  hint = f"did you mean {choose}?" if found else "add --help to list them"
+  best = " or ".join(f"--{n}" for n in found)
+  hint = f"did you mean {best}?" if found else "add --help to list them"
   return UserError(f"unknown {what} --{name}; {hint}")
 
 
@@ -275,8 +271,8 @@ def run(main):
   """Parse the flags, call main(argv) and exit with what it returns.
 
   A UserError is one line on stderr and code 2, an interrupt one line and 130.
-  When the reader of a pipe has left, exit silently with 141, as `cat` would.
-  Any other exception is a bug of ours and keeps its traceback.
+  When a pipe's reader has left, exit silently with 141, as `cat` would. Any
+  other exception is our bug and keeps its traceback.
   """
   try:
     code = main(sys.argv[:1]) if _parse(sys.argv[1:]) else 0
@@ -284,13 +280,16 @@ def run(main):
   except UserError as error:
     print("error:", " ".join(str(error).splitlines()), file=sys.stderr)
     code = 2
-  except KeyboardInterrupt:
-    print("interrupted", file=sys.stderr)
-    code = 130
+  except (KeyboardInterrupt, ImportError) as error:
+    # C modules turn an interrupted import into a failure of their own
+    causes = (error, error.__cause__, error.__context__)
+    if not any(isinstance(cause, KeyboardInterrupt) for cause in causes):
+      raise
+    print("interrupted", file=sys.stderr, flush=True)
+    os._exit(130)  # a compiler's threads may not survive an orderly exit
   except BrokenPipeError:
     poll = select.poll()
-    for fd in (1, 2):
-      poll.register(fd, 0)  # errors are reported whatever is asked for
+    [poll.register(fd, 0) for fd in (1, 2)]  # 0: errors are always reported
     if not (gone := [fd for fd, e in poll.poll(0) if e & select.POLLERR]):
       raise  # some other pipe of ours broke
     for fd in gone:  # so that Python's last flush has nowhere to fail

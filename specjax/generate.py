@@ -54,6 +54,8 @@ def stream(
   Rows that go on say "running". The last one yielded equals what
   `autoregressive` returns.
   """
+  if chunk_steps < 1:
+    raise ValueError(f"chunk_steps must be at least 1, got {chunk_steps}")
   state = start(
     target, params, request, max_new_tokens=max_new_tokens, slots=slots
   )
@@ -75,7 +77,8 @@ def advance(target, params, state, *, steps):
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _advance(target, params, state, steps):
-  last = state.steps + steps
+  most = jnp.iinfo(jnp.int32).max
+  last = state.steps + jnp.minimum(steps, most - state.steps)
   return lax.while_loop(
     lambda s: (s.steps < last) & (s.finish == types.RUNNING).any(),
     functools.partial(_step, target, params),

@@ -52,6 +52,7 @@ def start(target, params, request, *, max_new_tokens, slots=None):
   max_new = np.asarray(request.max_new, np.int32)
   slots = slots or num_slots(target.context, prompt.shape[1], max_new_tokens)
   _check(target, prompt, length, max_new, max_new_tokens, slots)
+  _check_ids(target, prompt, length, request.stop_ids)
   ask = request.sampling
   # numpy, because a jnp.pad would compile once for every prompt width
   tokens = np.zeros((len(prompt), slots), np.int32)
@@ -81,6 +82,11 @@ def start(target, params, request, *, max_new_tokens, slots=None):
 
 
 def _check(target, prompt, length, max_new, max_new_tokens, slots):
+  if not prompt.shape[:1] == length.shape == max_new.shape:
+    raise ValueError(
+      f"prompt {prompt.shape}, length {length.shape} and max_new"
+      f" {max_new.shape} differ in their number of rows"
+    )
   if slots % PREFILL:
     raise ValueError(f"slots must be a multiple of {PREFILL}, got {slots}")
   if (length < 1).any():
@@ -103,12 +109,26 @@ def _check(target, prompt, length, max_new, max_new_tokens, slots):
     )
 
 
+def _check_ids(target, prompt, length, stop_ids):
+  """JAX clamps an index that is out of range; say so instead."""
+  real = np.arange(prompt.shape[1]) < length[:, None]
+  wrong = real & ((prompt < 0) | (prompt >= target.vocab_size))
+  if wrong.any():
+    raise ValueError(
+      f"token id {prompt[wrong][0]} is outside the target's vocabulary of"
+      f" {target.vocab_size}"
+    )
+  if np.shape(stop_ids) != (types.STOP_IDS,):
+    raise ValueError(
+      f"stop_ids must have shape [{types.STOP_IDS}], got {np.shape(stop_ids)}"
+    )
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _prefill(target, params, state):
   """Feed tokens 0 .. length - 2 of each row, PREFILL at a time.
 
-  The number of chunks is data, so a prompt's length compiles nothing. Rows
-  write junk behind their own end; it is overwritten before it can be seen.
+  The number of chunks is data, so a prompt's length compiles nothing.
   """
   B, S = state.tokens.shape
   running = state.finish == types.RUNNING
@@ -117,8 +137,11 @@ def _prefill(target, params, state):
   def feed(carry):
     at, cache = carry
     tokens = lax.dynamic_slice_in_dim(state.tokens, at, PREFILL, axis=1)
-    positions = jnp.broadcast_to(at + jnp.arange(PREFILL), (B, PREFILL))
-    _, _, cache = target.apply(params, tokens, positions, cache)
+    at_each = at + jnp.arange(PREFILL)
+    real = at_each < state.length[:, None] - 1  # padding is not stored
+    _, _, cache = target.apply(
+      params, tokens, jnp.where(real, at_each, S), cache
+    )
     return at + PREFILL, cache
 
   _, cache = lax.while_loop(

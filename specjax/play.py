@@ -53,6 +53,7 @@ class Batch(NamedTuple):
   prefill_seconds: float
   seconds: float  # of the decode loop
   steps: int  # target calls of the loop
+  interrupted: bool  # by Ctrl-C: answers may stop anywhere
 
 
 class Show(NamedTuple):
@@ -126,6 +127,8 @@ def play(model, todo, config, sizes, show):
       talks_now = [talks[i] for i in rows]
       batch, sizes = _batch(model, turns, talks_now, config, sizes, show)
       yield batch
+      if batch.interrupted:
+        raise KeyboardInterrupt
 
 
 def _batch(model, turns, talks, config, sizes, show):
@@ -149,7 +152,9 @@ def _batch(model, turns, talks, config, sizes, show):
     **config.sampling,
   )
   show.begin(turns)
-  out, prefill_seconds, seconds = _decode(model, ask, sizes, show.tokens)
+  out, prefill_seconds, seconds, interrupted = _decode(
+    model, ask, sizes, show.tokens
+  )
   show.end()
   answers = [
     _answer(model, out, row, turn, ids[row]) for row, turn in enumerate(turns)
@@ -163,6 +168,7 @@ def _batch(model, turns, talks, config, sizes, show):
     prefill_seconds=prefill_seconds,
     seconds=seconds,
     steps=int(out.stats.steps),
+    interrupted=interrupted,
   )
   return batch, sizes
 
@@ -188,7 +194,10 @@ def _grown(model, sizes, width):
 
 
 def _decode(model, ask, sizes, on_tokens):
-  """Run one request to its end; the clock stops while the host looks."""
+  """Run one request to its end, or to Ctrl-C once there is something to keep.
+
+  The clock stops while the host looks.
+  """
   target, params = model.target, model.params
   began = time.perf_counter()
   state = generate.start(
@@ -196,17 +205,21 @@ def _decode(model, ask, sizes, on_tokens):
   )
   jax.block_until_ready(state)
   prefill_seconds = time.perf_counter() - began
-  seconds, seen = 0.0, np.zeros(sizes.batch, int)
-  while True:
-    began = time.perf_counter()
-    state = generate.advance(target, params, state, steps=CHUNK_STEPS)
-    out = generate.output(state, sizes.max_new)
-    seconds += time.perf_counter() - began
-    for row in np.flatnonzero(out.length > seen):
-      on_tokens(row, out.tokens[row, seen[row] : out.length[row]].tolist())
-    seen = out.length
-    if not (out.finish_reason == types.RUNNING).any():
-      return out, prefill_seconds, seconds
+  out, seconds, seen = None, 0.0, np.zeros(sizes.batch, int)
+  try:
+    while out is None or (out.finish_reason == types.RUNNING).any():
+      began = time.perf_counter()
+      state = generate.advance(target, params, state, steps=CHUNK_STEPS)
+      out = generate.output(state, sizes.max_new)
+      seconds += time.perf_counter() - began
+      for row in np.flatnonzero(out.length > seen):
+        on_tokens(row, out.tokens[row, seen[row] : out.length[row]].tolist())
+      seen = out.length
+  except KeyboardInterrupt:
+    if out is None:
+      raise
+    return out, prefill_seconds, seconds, True
+  return out, prefill_seconds, seconds, False
 
 
 def _answer(model, out, row, turn, prompt_ids):
@@ -217,9 +230,15 @@ def _answer(model, out, row, turn, prompt_ids):
     prompt_ids=tuple(prompt_ids),
     token_ids=ids,
     text=tokenizer.decode(model.tokenizer, ids),
-    finish_reason=types.FINISH_REASONS[out.finish_reason[row]],
+    finish_reason=_reason(out.finish_reason[row]),
     rounds=tuple(out.round[row, :n].tolist()),
   )
+
+
+def _reason(code):
+  """A row that was running when the clock stopped was interrupted."""
+  name = types.FINISH_REASONS[code]
+  return "interrupted" if name == "running" else name
 
 
 def _message(role, content):

@@ -36,7 +36,9 @@ def read(config):
   """
   path, limit = config.prompts.path, config.prompts.limit
   if not path:
-    text = _contents("-") if config.prompt == "-" else config.prompt
+    # a shell's echo ends the text with a newline that is not meant
+    read = lambda: _contents("-").removesuffix("\n")
+    text = read() if config.prompt == "-" else config.prompt
     if not text.strip():
       raise UserError('the prompt is empty: type --config.prompt="your text"')
     return [Prompt("prompt", "", (), (_text(text, "the prompt"),), None)]

@@ -46,10 +46,18 @@ def make(
     if not len(prompt):
       raise ValueError(f"prompt {i} is empty")
   spare = (batch or len(prompts)) - len(prompts)
+  if not len(prompts) or spare < 0:
+    raise ValueError(f"{len(prompts)} prompts do not fit a batch of {batch}")
+  seeds = np.asarray(seed)
+  if not ((seeds >= 0) & (seeds < 2**32)).all():
+    raise ValueError(f"seed must be in 0..2^32 - 1, got {seed}")
   rows = [*map(list, prompts), *([[0]] * spare)]
   B = len(rows)
   length = np.array([len(row) for row in rows], np.int32)
-  prompt = np.zeros((B, width or length.max()), np.int32)
+  width = width or length.max()
+  if width < length.max():
+    raise ValueError(f"a prompt of {length.max()} does not fit width {width}")
+  prompt = np.zeros((B, width), np.int32)
   for i, row in enumerate(rows):
     prompt[i, : len(row)] = row
 

@@ -1,8 +1,13 @@
 """Fixtures: the real model, where it can be had."""
 
 import os
+import signal
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# A job in the background starts with Ctrl-C ignored, and its children would
+# inherit that; some tests send it to them.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+  signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 

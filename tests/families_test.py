@@ -256,3 +256,11 @@ def test_gguf_tensors_that_its_header_does_not_imply(tmp_path):
     path, config, tensors, **{"attention.head_count_kv": 4}
   )
   assert "k_proj.weight has shape [32, 64]" in weights_test.complaint(path)
+
+
+def test_a_factor_without_a_type_is_linear():
+  """B23: llama.cpp's default where a GGUF has only the factor."""
+  plain = families.from_gguf(metadata(), ()).inv_freq
+  scaled = metadata() | {"llama.rope.scaling.factor": 4.0}
+  got = families.from_gguf(scaled, ()).inv_freq
+  np.testing.assert_allclose(got, np.array(plain) / 4)

@@ -281,3 +281,63 @@ def test_a_prompt_longer_than_the_context():
   ask = request.make([[1] * 3, [1] * 9], max_new=2)
   with pytest.raises(ValueError, match="row 1 has 9 tokens.* holds 8"):
     generate.autoregressive(target, toy.table(V), ask, max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+  "change, message",
+  [
+    (dict(prompts=[[1, 97]]), "token id 97 is outside .* vocabulary of 97"),
+    (dict(prompts=[[-1]]), "token id -1"),
+    (dict(prompts=[]), "0 prompts do not fit"),
+    (dict(prompts=[[1]], seed=2**32), "seed must be in"),
+    (dict(prompts=[[1]], seed=np.array([-1])), "seed must be in"),
+    (dict(prompts=[[1, 2]], width=1), "does not fit width 1"),
+  ],
+)
+def test_what_jax_would_clamp_or_wrap(change, message):
+  with pytest.raises(ValueError, match=message):
+    _decode(_tiny, change.pop("prompts"), **change)
+
+
+def test_shapes_of_a_request_by_hand():
+  target, params = _tiny()
+  ask = request.make([[1], [2]], max_new=2)
+  for wrong in (
+    ask._replace(stop_ids=np.full((2, 8), -1)),
+    ask._replace(max_new=np.array([2])),
+  ):
+    with pytest.raises(ValueError):
+      generate.autoregressive(target, params, wrong, max_new_tokens=2)
+  with pytest.raises(ValueError, match="chunk_steps"):
+    next(generate.stream(target, params, ask, max_new_tokens=2, chunk_steps=0))
+
+
+def test_steps_do_not_overflow():
+  """After a chunk, "to the end" still runs to the end."""
+  target, params = _tiny()
+  ask = request.make([[1]], max_new=9)
+  state = generate.start(target, params, ask, max_new_tokens=9)
+  state = generate.advance(target, params, state, steps=4)
+  state = generate.advance(target, params, state, steps=2**40)
+  assert generate.output(state, 9).length[0] == 9
+
+
+def test_padding_is_not_stored():
+  """B15: a token that only pads may be NaN and no row notices."""
+  target, params = _tiny()
+  want = _answers(_decode(_tiny, [[5, 6, 7], [9]], stop_ids=[0], n=4))
+  broken = {**params, "embed": params["embed"].at[0].set(jnp.nan)}
+  ask = request.make([[5, 6, 7], [9]], stop_ids=[0], max_new=4)
+  out = generate.autoregressive(target, broken, ask, max_new_tokens=4)
+  assert not any(0 in row for row in want)
+  assert _answers(out) == want
+
+
+def test_a_request_survives_its_decoding():
+  """B32: nothing of a request or of the parameters is donated."""
+  target, params = _tiny()
+  ask = request.make(PROMPTS, max_new=5, temperature=1.0)
+  ask = jax.tree.map(jnp.asarray, ask)
+  run = lambda: generate.autoregressive(target, params, ask, max_new_tokens=5)
+  jax.tree.map(np.testing.assert_array_equal, run(), run())
+  assert not any(x.is_deleted() for x in jax.tree.leaves((ask, params)))

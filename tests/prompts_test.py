@@ -124,7 +124,7 @@ def test_standard_input(monkeypatch):
   config = common.decoding()
   config.prompt = "-"
   _stdin(monkeypatch, "two\nlines é\n".encode())
-  assert prompts.read(config)[0].turns == ("two\nlines é\n",)
+  assert prompts.read(config)[0].turns == ("two\nlines é",)
   for data, why in ((b"", "is empty"), (b"a\xe9", "standard input is not UTF")):
     _stdin(monkeypatch, data)
     with pytest.raises(UserError, match=why):

@@ -289,3 +289,26 @@ def test_real_tokenizer(smollm2_gguf):
   for text, ids in SMOLLM2:
     assert tokenizer.encode(tok, text) == ids, text
     assert tokenizer.decode(tok, ids, skip_special=False) == text
+
+
+def test_byte_fallback_streams_what_it_decodes():
+  """Llama 2's tokenizers decode a run of byte tokens as a whole."""
+  names = ["a", "b", "▁c", *(f"<0x{i:02X}>" for i in (0x0A, 0xC3, 0xA9, 0xE4))]
+  vocab = {name: i for i, name in enumerate(names)}
+  backend = tokenizers.Tokenizer(
+    tokenizers.models.BPE(vocab=vocab, merges=[], byte_fallback=True)
+  )
+  backend.decoder = tokenizers.decoders.Sequence(
+    [
+      tokenizers.decoders.Replace("▁", " "),
+      tokenizers.decoders.ByteFallback(),
+      tokenizers.decoders.Fuse(),
+    ]
+  )
+  tok = tokenizer.Tokenizer(backend, (), None, None, False, None, len(vocab))
+  rng = random.Random(0)
+  for _ in range(300):
+    ids = [rng.randrange(len(vocab)) for _ in range(rng.randrange(1, 12))]
+    stream = tokenizer.stream(tok)
+    text = "".join(stream.step([i]) for i in ids) + stream.flush()
+    assert text == tokenizer.decode(tok, ids), ids

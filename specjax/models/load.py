@@ -17,7 +17,7 @@ from specjax.models import (
   transformer,
   weights,
 )
-from specjax.types import Target
+from specjax.types import STOP_IDS, Target
 
 
 class Opened(NamedTuple):
@@ -54,7 +54,7 @@ def opened(reference, *, console=None):
     UserError: anything wrong with the reference or its files.
   """
   file = source(reference, console)
-  tok, vocab_size = file.tokenizer(), file.config.vocab_size
+  tok, vocab_size = _tokenizer(file), file.config.vocab_size
   # Smaller is usual: vocabularies are padded. A larger one has ids without an
   # embedding, which a gather would silently take for the last one.
   if tok.vocab_size > vocab_size:
@@ -62,7 +62,24 @@ def opened(reference, *, console=None):
       f"{file.where}: the tokenizer has ids up to {tok.vocab_size - 1}, the"
       f" model a vocabulary of {vocab_size}; they do not belong together"
     )
+  if len(tok.stop_ids) > STOP_IDS:
+    raise UserError(
+      f"{file.where}: {len(tok.stop_ids)} end tokens, at most {STOP_IDS} can be"
+      " watched; shorten eos_token_id in generation_config.json"
+    )
   return Opened(file.config, tok, functools.partial(weights.load, file))
+
+
+def _tokenizer(file):
+  """Make the tokenizer; whatever its files make it raise is about them."""
+  try:
+    return file.tokenizer()
+  except (UserError, KeyboardInterrupt, SystemExit):
+    raise
+  # The library panics, outside Exception, on some of what it cannot read.
+  except BaseException as e:
+    reason = " ".join(f"{type(e).__name__}: {e}".split())[:300]
+    raise UserError(f"{file.where}: cannot make its tokenizer: {reason}") from e
 
 
 def random(architecture, *, seed=0):

@@ -8,6 +8,7 @@ Chat templates are carried here as text and rendered by `chat.py`.
 
 import json
 import pathlib
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -74,17 +75,25 @@ class Stream:
     self._decoder = decoders.DecodeStream(skip_special_tokens=True)
     self._ids = []
     self._printed = 0  # characters
+    self._has_bytes = False  # met a byte-fallback token, as in Llama 2
 
   def step(self, ids: Iterable[int]) -> str:
     """Return the text that became complete with these ids, perhaps ""."""
     new = [int(i) for i in ids]
     self._ids += new
-    # One id at a time: a chunk that ends inside a character holds back that
-    # character only, not the whole chunk.
+    self._has_bytes |= any(map(self._is_byte, new))
+    if self._has_bytes:
+      # A run of these is decoded as a whole, so it is held back to its end.
+      return "" if self._is_byte(self._ids[-1]) else self.flush()
+    # One id at a time: a chunk holds back only its last, unfinished character.
     pieces = [self._decoder.step(self._tok.backend, i) for i in new]
     text = "".join(piece for piece in pieces if piece)
     self._printed += len(text)
     return text
+
+  def _is_byte(self, i: int) -> bool:
+    name = self._tok.backend.id_to_token(i)
+    return bool(re.fullmatch(r"<0x[0-9A-F]{2}>", name or ""))
 
   def flush(self) -> str:
     """Return what is held back when no more ids come: broken characters."""
@@ -107,8 +116,7 @@ def byte_level(vocab_size: int) -> Tokenizer:
   """
   if vocab_size <= BYTE_END:
     raise UserError(f"bytes need vocab_size > {BYTE_END}, got {vocab_size}")
-  # GPT-2 writes a byte as one character: printable Latin-1 stands for itself,
-  # the n-th other byte is chr(256 + n).
+  # GPT-2's letters: printable Latin-1 is itself, the n-th other chr(256 + n).
   printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
   others = iter(range(256, 512))
   bytes_ = [chr(b if b in printable else next(others)) for b in range(256)]
@@ -148,9 +156,6 @@ UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # values of tokenizer.ggml.token_type
 
 def from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
   """Make a tokenizer from GGUF metadata (key -> Python value or list).
-
-  tokenizer.ggml.add_space_prefix is not read: it belongs to SentencePiece, and
-  llama.cpp ignores it for byte-level BPE.
 
   Raises:
     UserError: a key is missing, or the tokenizer is of a kind not known here.
@@ -216,8 +221,7 @@ def from_folder(path: str | pathlib.Path) -> Tokenizer:
 
   Only tokenizer.json must exist. chat_template.jinja wins over the template in
   tokenizer_config.json. Raw text gets the special tokens that tokenizer.json's
-  post-processor adds; add_bos_token in the config has no say, as in
-  transformers, where it serves tokenizers without a tokenizer.json.
+  post-processor adds; add_bos_token has no say then, as in transformers.
 
   Raises:
     UserError: no tokenizer.json, or a file that cannot be read.
@@ -249,7 +253,7 @@ def _folder_backend(folder: pathlib.Path) -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer.from_file(str(file))
   except Exception as error:  # the library raises nothing more precise
     raise UserError(f"cannot read {file}: {error}") from None
-  # Saved in the middle of a training run, these can be on and cut prompts.
+  # Saved by a training run, these can be on and cut prompts.
   backend.no_truncation()
   backend.no_padding()
   return backend
