@@ -118,6 +118,7 @@ def test_cache_that_cannot_be_written():
 
 
 def test_standard_input(cache):
+  """The newline that a shell's echo adds is not part of the prompt."""
   run = _run(
     TINY,
     "--config.prompt=-",
@@ -126,7 +127,7 @@ def test_standard_input(cache):
     stdin=None,
     input="é\n",
   )
-  assert run.returncode == 0 and "to 3 prompt tokens" in run.stderr
+  assert run.returncode == 0 and "to 2 prompt tokens" in run.stderr
 
 
 @pytest.mark.parametrize(

@@ -174,3 +174,29 @@ def test_rounds_and_steps():
     rounds = [a.rounds for a in batch.answers]
     assert all(np.array_equal(r, np.arange(len(r))) for r in rounds)
     assert batch.steps == max(r[-1] + 1 for r in rounds)
+
+
+def test_an_interrupt_keeps_what_was_decoded():
+  """Ctrl-C in the second chunk: the first is the answer, then it goes on up."""
+  todo, config = _todo("To be", "or not"), _config(seed=3)
+  whole = _answers(_play(todo, config))[0, 0]
+  assert len(whole.token_ids) > 2 * play.CHUNK_STEPS
+  chunks = []
+
+  def tokens(row, ids):
+    del row
+    chunks.append(ids)
+    if len(chunks) == 2:
+      raise KeyboardInterrupt
+
+  show = QUIET._replace(tokens=tokens)
+  sizes = play.sizes(_model(), todo, config)
+  batches = []
+  with pytest.raises(KeyboardInterrupt):
+    for batch in play.play(_model(), todo, config, sizes, show):
+      batches.append(batch)
+  (batch,) = batches
+  (answer,) = batch.answers
+  assert batch.interrupted and answer.finish_reason == "interrupted"
+  kept = 2 * play.CHUNK_STEPS
+  assert answer.token_ids == whole.token_ids[:kept]
