@@ -33,7 +33,7 @@ def _batch(*rows, **changes):
   ]
   numbers = dict(slots=256, compile_seconds=0.0, prefill_seconds=0.5)
   numbers |= dict(seconds=2.0, steps=max(n for _, _, n in rows))
-  return play.Batch(tuple(answers), **numbers | changes)
+  return play.Batch(tuple(answers), interrupted=False, **numbers | changes)
 
 
 @pytest.fixture(scope="module")
