@@ -148,11 +148,7 @@ def main(argv):
   if _JSON.value is not None:
     report.check_path(_JSON.value)
   dtype = runtime.setup(config.dtype)
-  if config.target == "random":
-    opened = load.random(config.architecture)
-  else:
-    opened = load.opened(config.target, console=out)
-  model = load.model(opened, dtype=dtype)
+  model = load.model(terminal.open_target(out, config), dtype=dtype)
   steps = _STEPS.value
   times = _measure(_variants(model, steps), _ROUNDS.value, out)
   rich.print(_table(times, steps))

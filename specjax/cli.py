@@ -289,7 +289,8 @@ def run(main):
     os._exit(130)  # a compiler's threads may not survive an orderly exit
   except BrokenPipeError:
     poll = select.poll()
-    [poll.register(fd, 0) for fd in (1, 2)]  # 0: errors are always reported
+    for fd in (1, 2):
+      poll.register(fd, 0)  # errors are reported whatever is asked for
     if not (gone := [fd for fd, e in poll.poll(0) if e & select.POLLERR]):
       raise  # some other pipe of ours broke
     for fd in gone:  # so that Python's last flush has nowhere to fail

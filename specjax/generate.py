@@ -16,7 +16,15 @@ from jax import lax
 from specjax import sampling, types, verify
 from specjax.loop import commit, num_slots, output, positions, start
 
-__all__ = ["autoregressive", "num_slots", "round", "stream"]
+__all__ = [
+  "advance",
+  "autoregressive",
+  "num_slots",
+  "output",
+  "round",
+  "start",
+  "stream",
+]
 
 
 def autoregressive(target, params, request, *, max_new_tokens, slots=None):
