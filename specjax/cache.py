@@ -10,6 +10,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+
+PREFILL = 64  # prompt tokens a prefill step; slots are a multiple of it
 
 
 class KV(NamedTuple):
@@ -64,6 +67,37 @@ def write(layer, k, v, positions):
     k=layer.k.at[rows, :, at].set(per_head(k, layer.k.dtype), **options),
     v=layer.v.at[rows, at].set(per_head(v, layer.v.dtype), **options),
   )
+
+
+def prefill(model, params, tokens, length):
+  """Return a cache that holds tokens 0 .. length - 2 of each row.
+
+  They are fed PREFILL at a time. How often is data, so that a prompt's length
+  compiles nothing; padding is not stored.
+
+  Args:
+    model: a `Target`; params: its parameters.
+    tokens: [B, S] int32, S slots, a multiple of PREFILL.
+    length: [B] int32; a row of 1 or less needs nothing.
+  """
+  B, S = tokens.shape
+
+  def feed(carry):
+    at, cache = carry
+    chunk = lax.dynamic_slice_in_dim(tokens, at, PREFILL, axis=1)
+    positions = at + jnp.arange(PREFILL)
+    real = positions < length[:, None] - 1
+    _, _, cache = model.apply(
+      params, chunk, jnp.where(real, positions, S), cache
+    )
+    return at + PREFILL, cache
+
+  _, cache = lax.while_loop(
+    lambda carry: carry[0] < length.max() - 1,
+    feed,
+    (jnp.int32(0), model.init_cache(B, S)),
+  )
+  return cache
 
 
 def num_slots(cache):

@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from specjax import types
+from specjax.cache import PREFILL, prefill
 
-PREFILL = 64  # prompt tokens a prefill step; slots are a multiple of it
 SLOT_STEP = 256  # slots come in multiples of this: one program a multiple
 
 
@@ -29,9 +28,12 @@ class State(NamedTuple):
   finish: jax.Array  # [B] int32, see types.FINISH_REASONS
   key: jax.Array  # [B] a request's key, never consumed, only folded
   sampling: types.Sampling  # fields [B]
+  draft_sampling: types.Sampling | None  # fields [B], None in plain decoding
   stop_ids: jax.Array  # [STOP_IDS] int32
   cache: Any
   round: jax.Array  # [B, S] int32, the round that emitted each token
+  accepted: jax.Array  # [B, S] bool, see types.Output
+  overlap: jax.Array  # [B, S] float32, see types.Output
   draft: Any  # the drafter's state, None in plain decoding
   steps: jax.Array  # [] int32, target calls made
 
@@ -45,15 +47,20 @@ def num_slots(context, prompt_width, max_new_tokens):
   return -(-max(most, 1) // SLOT_STEP) * SLOT_STEP
 
 
-def start(target, params, request, *, max_new_tokens, slots=None):
-  """Place the prompts and fill the cache for all but their last token."""
+def start(target, params, request, *, max_new_tokens, slots=None, draft=None):
+  """Place the prompts and fill the caches for all but their last token.
+
+  Args:
+    draft: a `types.Draft` to speculate with, None for plain decoding.
+  """
   prompt = np.asarray(request.prompt, np.int32)
   length = np.asarray(request.length, np.int32)
   max_new = np.asarray(request.max_new, np.int32)
   slots = slots or num_slots(target.context, prompt.shape[1], max_new_tokens)
   _check(target, prompt, length, max_new, max_new_tokens, slots)
   _check_ids(target, prompt, length, request.stop_ids)
-  ask = request.sampling
+  if draft is not None:
+    _check_draft(target, draft, length, max_new)
   # numpy, because a jnp.pad would compile once for every prompt width
   tokens = np.zeros((len(prompt), slots), np.int32)
   width = min(prompt.shape[1], slots)
@@ -66,19 +73,29 @@ def start(target, params, request, *, max_new_tokens, slots=None):
     max_new=max_new,
     finish=np.where(max_new == 0, types.LENGTH, ended).astype(np.int32),
     key=request.key,
-    sampling=types.Sampling(
-      temperature=np.asarray(ask.temperature, np.float32),
-      top_k=np.asarray(ask.top_k, np.int32),
-      top_p=np.asarray(ask.top_p, np.float32),
-      min_p=np.asarray(ask.min_p, np.float32),
-    ),
+    sampling=_arrays(request.sampling),
+    draft_sampling=draft and _arrays(draft.sampling or request.sampling),
     stop_ids=np.asarray(request.stop_ids, np.int32),
     cache=None,
     round=np.zeros_like(tokens),
+    accepted=np.zeros(tokens.shape, bool),
+    overlap=np.full(tokens.shape, np.nan, np.float32),
     draft=None,
     steps=np.int32(0),
   )
-  return _prefill(target, params, state)
+  state = _prefill(target, params, state)
+  if draft is None:
+    return state
+  return _prefill_draft(draft.drafter, draft.params, state)
+
+
+def _arrays(ask):
+  return types.Sampling(
+    temperature=np.asarray(ask.temperature, np.float32),
+    top_k=np.asarray(ask.top_k, np.int32),
+    top_p=np.asarray(ask.top_p, np.float32),
+    min_p=np.asarray(ask.min_p, np.float32),
+  )
 
 
 def _check(target, prompt, length, max_new, max_new_tokens, slots):
@@ -124,32 +141,34 @@ def _check_ids(target, prompt, length, stop_ids):
     )
 
 
+def _check_draft(target, draft, length, max_new):
+  if draft.num_draft < 0:
+    raise ValueError(f"num_draft must be at least 0, got {draft.num_draft}")
+  most = draft.drafter.context
+  needed = np.minimum(length + max_new, target.context).max()
+  if most is not None and most < needed:
+    raise ValueError(
+      f"the draft's context holds {most} tokens; this request needs {needed}"
+    )
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _prefill(target, params, state):
-  """Feed tokens 0 .. length - 2 of each row, PREFILL at a time.
-
-  The number of chunks is data, so a prompt's length compiles nothing.
-  """
-  B, S = state.tokens.shape
-  running = state.finish == types.RUNNING
-  fed = jnp.where(running, state.length - 1, 0).max()
-
-  def feed(carry):
-    at, cache = carry
-    tokens = lax.dynamic_slice_in_dim(state.tokens, at, PREFILL, axis=1)
-    at_each = at + jnp.arange(PREFILL)
-    real = at_each < state.length[:, None] - 1  # padding is not stored
-    _, _, cache = target.apply(
-      params, tokens, jnp.where(real, at_each, S), cache
-    )
-    return at + PREFILL, cache
-
-  _, cache = lax.while_loop(
-    lambda carry: carry[0] < fed,
-    feed,
-    (jnp.int32(0), target.init_cache(B, S)),
+  return state._replace(
+    cache=prefill(target, params, state.tokens, _fed(state))
   )
-  return state._replace(cache=cache)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _prefill_draft(drafter, draft_params, state):
+  slots = state.tokens.shape[1]
+  draft = drafter.init(draft_params, state.tokens, _fed(state), None, slots)
+  return state._replace(draft=draft)
+
+
+def _fed(state):
+  """Lengths [B] for the prefill: a row that has ended needs none."""
+  return jnp.where(state.finish == types.RUNNING, state.length, 1)
 
 
 def positions(state, width):
@@ -207,18 +226,26 @@ def output(state, max_new_tokens):
   """Read what is committed so far back to the host, as an `Output`."""
   state = jax.device_get(
     state._replace(
-      cache=None, key=None, sampling=None, stop_ids=None, draft=None
+      cache=None,
+      key=None,
+      sampling=None,
+      draft_sampling=None,
+      stop_ids=None,
+      draft=None,
     )
   )
   t = np.arange(max_new_tokens)  # [N]
   count = state.length - state.prompt_length
   real = t < count[:, None]  # [B, N]
   at = np.minimum(state.prompt_length[:, None] + t, state.tokens.shape[1] - 1)
+  answer = lambda x, rest: np.where(real, np.take_along_axis(x, at, 1), rest)
   return types.Output(
-    tokens=np.where(real, np.take_along_axis(state.tokens, at, 1), -1),
+    tokens=answer(state.tokens, -1),
     length=count,
     finish_reason=state.finish,
     logprobs=None,
-    round=np.where(real, np.take_along_axis(state.round, at, 1), -1),
+    round=answer(state.round, -1),
+    accepted=answer(state.accepted, False),
+    overlap=answer(state.overlap, np.float32(np.nan)),
     stats=types.Stats(steps=state.steps),
   )

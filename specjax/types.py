@@ -71,13 +71,21 @@ class Stats(NamedTuple):
 
 
 class Output(NamedTuple):
-  """What was decoded. The stop token is part of the answer and is counted."""
+  """What was decoded. The stop token is part of the answer and is counted.
+
+  Everything about acceptance is recomputed from `round`, `accepted` and
+  `overlap` (see `metrics.py`), so that what was cut is not counted.
+  """
 
   tokens: jax.Array  # [B, N] int32, -1 behind a row's length
   length: jax.Array  # [B] int32, tokens emitted
   finish_reason: jax.Array  # [B] int32, see FINISH_REASONS
   logprobs: Any  # [B, N] or None when they were not asked for
   round: jax.Array  # [B, N] int32, which target call emitted it, -1 behind
+  accepted: jax.Array  # [B, N] bool, the token is the draft's
+  # [B, N] float32, sum min(p, q) of the laws that were compared for the token;
+  # NaN where no draft was: the bonus token, plain decoding
+  overlap: jax.Array
   stats: Stats
 
 
@@ -129,7 +137,19 @@ class Drafter(NamedTuple):
   """
 
   features: tuple  # target layers whose outputs it reads, () for none
-  # (params, prompt [B, T], length [B], taps, slots) -> state
+  # (params, prompt [B, T], length [B], taps, slots) -> state: its prefill, of
+  # the tokens before each row's last one
   init: Callable
   propose: Callable  # (params, state, context, noise) -> (Proposal, state)
   commit: Callable  # (params, state, outcome) -> state
+  context: int | None = None  # most positions it was made for, None: any
+
+
+class Draft(NamedTuple):
+  """How to speculate: who drafts, how many tokens, and who judges them."""
+
+  drafter: Drafter
+  params: Any  # the drafter's
+  num_draft: int  # K >= 0
+  verifier: str = "token"  # a function of `verify.py`
+  sampling: Sampling | None = None  # of the draft, fields [B]; None: the rows'

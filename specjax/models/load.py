@@ -1,5 +1,6 @@
 """One string to a model that decodes: resolve, open, read, build."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -111,6 +112,46 @@ def model(reference, *, dtype=jnp.float32, track=lambda paths: paths):
   params, config = file.read(dtype=dtype, untie=untie_here(), track=track)
   target = transformer.make(config, jnp.dtype(dtype))
   return Model(target, params, file.tokenizer, file.config)
+
+
+def part(model, *, layers, ids=None):
+  """Return a model of some layers of `model`, which shares its arrays.
+
+  The first and last layers of a model do most of what one can do alone, so
+  that such a part is a draft to begin with.
+
+  Args:
+    layers: the layers' numbers, in the order in which they are to act.
+    ids: a tuple of token ids, those that the head keeps; None: all. A trimmed
+      head is a copy.
+
+  Raises:
+    UserError: there is no such layer or id.
+  """
+  whole, params = model.config, dict(model.params)
+  depth = whole.layers
+  if not layers or not all(0 <= i < depth for i in layers):
+    raise UserError(
+      f"layers {tuple(layers)}: the target has layers 0 to {depth - 1}"
+    )
+  kept = [params[f"layer_{i}"] for i in layers]
+  for i in range(depth):
+    del params[f"layer_{i}"]
+  params |= {f"layer_{i}": layer for i, layer in enumerate(kept)}
+  config = dataclasses.replace(
+    whole, layers=len(layers), tied="head" not in params
+  )
+  if ids is not None:
+    if not ids or not all(0 <= i < whole.vocab_size for i in ids):
+      raise UserError(f"a head's ids must be in 0..{whole.vocab_size - 1}")
+    at = jnp.array(ids)
+    tied = config.tied
+    head = params["embed"][at].T if tied else params["head"][:, at]
+    params["head"] = head
+    config = dataclasses.replace(config, tied=False, head_size=len(ids))
+  # as in the model's own cache
+  target = transformer.make(config, params["embed"].dtype)
+  return Model(target, params, model.tokenizer, config)
 
 
 def untie_here():

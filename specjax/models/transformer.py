@@ -34,6 +34,7 @@ class Config:
   inv_freq: tuple[float, ...]  # [head_dim / 2] rotary frequencies, rad/token
   norm_eps: float = 1e-5
   tied: bool = False  # the head is the transposed embedding
+  head_size: int | None = None  # logits of a trimmed head, None: vocab_size
   qkv_bias: bool = False
   out_bias: bool = False
   mlp_bias: bool = False
@@ -159,7 +160,8 @@ class Transformer(nn.Module):
     c = self.config
     self.embed = self.param("embed", _SHAPE_ONLY, (c.vocab_size, c.width))
     if not c.tied:
-      self.head = self.param("head", _SHAPE_ONLY, (c.width, c.vocab_size))
+      shape = (c.width, c.head_size or c.vocab_size)
+      self.head = self.param("head", _SHAPE_ONLY, shape)
     self.layers = [Layer(c, name=f"layer_{i}") for i in range(c.layers)]
     self.norm = RMSNorm(c.norm_eps)
 

@@ -1,0 +1,1 @@
+"""Drafting methods, each one file that exports make(...) -> `Drafter`."""

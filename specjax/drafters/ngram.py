@@ -1,0 +1,57 @@
+"""Draft by looking up the end of the text in the text: no model at all.
+
+Good where an answer repeats its prompt or itself: rewriting, summarising,
+answering from a document, code. (Prompt lookup decoding: Saxena 2023.)
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from specjax.types import Drafter, Proposal
+
+
+@functools.cache
+def make(vocab_size, *, longest=8, shortest=1):
+  """Return the `Drafter` that copies what followed the same words before.
+
+  Of all earlier places in prompt and answer whose last tokens agree with the
+  last tokens of the row, the one that agrees on the most of them is chosen, up
+  to `longest`, and the latest of those; what stands behind it is the draft. A
+  copy that reaches the end of the text goes on as the period it then has. Where
+  not even `shortest` tokens agree, nothing is drafted.
+
+  q is one-hot: the draft is a function of the text, so that a token is
+  accepted with probability p of it and its residual is p without it.
+  It has no parameters and no state: pass ().
+  """
+
+  def lookup(tokens, length, num_draft):
+    """Of one row [S]: the draft [K] and how many of it are real."""
+    s = jnp.arange(len(tokens))
+    agreed, alike = jnp.zeros_like(s), s < length - 1
+    for j in range(longest):
+      mine = tokens[jnp.maximum(length - 1 - j, 0)]
+      alike &= (jnp.roll(tokens, j) == mine) & (s >= j)
+      agreed += alike
+    best = jnp.argmax(agreed * len(tokens) + s)  # the latest of the longest
+    period = jnp.maximum(length - 1 - best, 1)
+    draft = tokens[best + 1 + jnp.arange(num_draft) % period]
+    found = agreed[best] >= shortest
+    return draft, jnp.where(found, num_draft, 0).astype(jnp.int32)
+
+  def propose(params, state, context, noise):
+    del params, noise
+    draft, length = jax.vmap(lookup, (0, 0, None))(
+      context.tokens, context.length, context.num_draft
+    )
+    probs = jax.nn.one_hot(draft, vocab_size)
+    return Proposal(draft, probs, length), state
+
+  return Drafter(
+    features=(),
+    init=lambda params, prompt, length, taps, slots: (),
+    propose=propose,
+    commit=lambda params, state, outcome: state,
+  )
