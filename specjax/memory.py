@@ -11,27 +11,37 @@ from specjax.errors import UserError
 from specjax.models import transformer
 
 
-def estimate(config, *, dtype, batch, slots, queries=1, untie=False):
-  """Return bytes by purpose: the weights, the cache and the probabilities.
+def estimate(config, *, dtype, batch, slots, untie=False, draft=None):
+  """Return bytes by purpose: weights, caches and probabilities.
 
   Args:
     config: a `transformer.Config`.
     dtype: of weights and cache.
-    queries: positions a step makes logits for: 1, or K + 1 when verifying.
     untie: a tied head is copied.
+    draft: a `pair.Opened` to speculate with, None for plain decoding.
   """
+  shape = dict(batch=batch, slots=slots, dtype=dtype)
+  cached = lambda c: cache.num_bytes(**shape, **transformer.cache_shape(c))
+  K = draft.num_draft if draft else 0
+  parts = {"weights": _weights(config, dtype, untie)}
+  if draft and draft.own:
+    parts["draft weights"] = _weights(draft.own.config, dtype, untie)
+  elif draft and draft.ids:  # the rest is the target's
+    size = jax.numpy.dtype(dtype).itemsize
+    parts["draft head"] = size * len(draft.ids) * config.width
+  parts["cache"] = cached(config)
+  if draft and draft.config:
+    parts["draft cache"] = cached(draft.config)
+  # float32 [batch, V] each: logits, their law and its truncation of the K + 1
+  # positions that a step scores, and q of the K drafted ones
+  rows = 3 * (K + 1) + K
+  return parts | {"probabilities": 4 * batch * rows * config.vocab_size}
+
+
+def _weights(config, dtype, untie):
   size = jax.numpy.dtype(dtype).itemsize
-  weights = size * transformer.num_parameters(config)
-  if untie and config.tied:
-    weights += size * config.vocab_size * config.width
-  return {
-    "weights": weights,
-    "cache": cache.num_bytes(
-      batch=batch, slots=slots, dtype=dtype, **transformer.cache_shape(config)
-    ),
-    # logits, their law and its truncation, float32 [batch, queries, V] each
-    "probabilities": 3 * 4 * batch * queries * config.vocab_size,
-  }
+  copied = config.vocab_size * config.width if untie and config.tied else 0
+  return size * (transformer.num_parameters(config) + copied)
 
 
 def available():
@@ -70,8 +80,8 @@ def check(parts):
   if total > free:
     raise UserError(
       f"out of memory: {line} = {human(total)}, but {human(free)} is free;"
-      " lower --config.batch_size or --config.max_new_tokens, or choose a"
-      " smaller target"
+      " lower --config.batch_size, --config.max_new_tokens or"
+      " --config.draft.num_tokens, or choose smaller weights"
     )
   return f"memory: {line} of {human(free)} free"
 

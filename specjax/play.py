@@ -1,4 +1,4 @@
-"""Play prompts through a decoder, batch by batch and turn by turn.
+"""Play prompts through the decoders, batch by batch and turn by turn.
 
 Everything that touches the host while tokens are made is here: it feeds the
 compiled programs of `generate.py` and hands what they emit to a `show`.
@@ -10,19 +10,20 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from specjax import generate, prompts, request, types
+from specjax import generate, metrics, pair, prompts, request, settings, types
 from specjax.errors import UserError
 from specjax.models import tokenizer
 
-CHUNK_STEPS = 8  # tokens between two looks of the host; costs about 10 us
+CHUNK_STEPS = 8  # target calls between two looks of the host: some 10 us
 
 
 class Sizes(NamedTuple):
-  """The static sizes of a run; one program serves all of its prompts."""
+  """The static sizes of a run; one program a decoder serves all prompts."""
 
   batch: int
   slots: int
   max_new: int
+  tokens: int  # of the longest conversation, its last answer included
 
 
 class Turn(NamedTuple):
@@ -42,25 +43,28 @@ class Answer(NamedTuple):
   text: str
   finish_reason: str
   rounds: tuple[int, ...]  # which target call emitted each token
+  accepted: tuple[bool, ...]  # whether it is the draft's
 
 
 class Batch(NamedTuple):
-  """What one call decoded, and how long it took without compiling."""
+  """What one decoder made of a turn, and how long it took without compiling."""
 
+  decoder: str  # one of settings.DECODERS
   answers: tuple[Answer, ...]
   slots: int
   compile_seconds: float  # 0 unless the conversations outgrew the slots
-  prefill_seconds: float
+  prefill_seconds: float  # of the target and of the draft
   seconds: float  # of the decode loop
   steps: int  # target calls of the loop
+  acceptance: metrics.Acceptance | None  # None in plain decoding
   interrupted: bool  # by Ctrl-C: answers may stop anywhere
 
 
 class Show(NamedTuple):
   """What is done with the answers as they come; each may do nothing."""
 
-  begin: object  # (answers-to-be: list of Turn) -> None
-  tokens: object  # (row, new ids) -> None
+  begin: object  # (decoder, answers-to-be: list of Turn) -> None
+  tokens: object  # (row, new ids, which of them are the draft's) -> None
   end: object  # () -> None
 
 
@@ -92,85 +96,84 @@ def sizes(opened, todo, config):
         )
       talk.append(_message("assistant", ""))
   slots = generate.num_slots(context, most, max_new)
-  return Sizes(config.batch_size, slots, max_new)
+  tokens = min(most + max_new, context)
+  return Sizes(config.batch_size, slots, max_new, tokens)
 
 
-def warm_up(model, sizes):
-  """Compile both programs by running them for one token.
+def warm_up(model, draft, config, sizes):
+  """Compile every program that the run needs by running it for one token.
 
   Returns:
-    Seconds it took; near zero when the compilation cache has them.
+    {decoder: seconds it took}; near zero when the compilation cache has them.
   """
-  began = time.perf_counter()
+  spent = {}
   one = request.make([[0]], max_new=1, batch=sizes.batch, width=sizes.slots)
-  generate.autoregressive(
-    model.target, model.params, one, max_new_tokens=1, slots=sizes.slots
-  )
-  return time.perf_counter() - began
+  nothing = np.full((sizes.batch, sizes.max_new), -1, np.int32)
+  for name in settings.decoders(config):
+    began = time.perf_counter()
+    with_draft = _draft(name, draft, one, nothing)
+    size = dict(max_new_tokens=1, slots=sizes.slots)
+    list(
+      generate.stream(model.target, model.params, one, draft=with_draft, **size)
+    )
+    spent[name] = time.perf_counter() - began
+  return spent
 
 
-def play(model, todo, config, sizes, show):
-  """Yield a `Batch` for each turn of each group of prompts.
+def _draft(decoder, draft, ask, plain):
+  """The `types.Draft` to decode with, None for plain decoding."""
+  if decoder == "autoregressive":
+    return None
+  return pair.join(draft, ask, plain)
+
+
+def play(model, draft, todo, config, sizes, show):
+  """Yield a `Batch` for each turn of each group of prompts and each decoder.
+
+  The decoders take turns, so that what drifts meets both alike. Each has its
+  own conversation, with its own answers in it.
 
   Args:
     model: a `load.Model`.
+    draft: a `pair.Pair`, None for plain decoding alone.
     todo: list of `Prompt`.
     sizes: a `Sizes`, warmed up.
     show: a `Show`.
   """
+  names = settings.decoders(config)
   for at in range(0, len(todo), sizes.batch):
     group = todo[at : at + sizes.batch]
-    talks = [list(prompt.history) for prompt in group]
+    talks = {name: [list(p.history) for p in group] for name in names}
     for number in range(max(len(prompt.turns) for prompt in group)):
       rows = [i for i, p in enumerate(group) if number < len(p.turns)]
       turns = [Turn(at + i, group[i], number) for i in rows]
-      talks_now = [talks[i] for i in rows]
-      batch, sizes = _batch(model, turns, talks_now, config, sizes, show)
-      yield batch
-      if batch.interrupted:
-        raise KeyboardInterrupt
+      now = {name: [talks[name][i] for i in rows] for name in names}
+      ids = {name: _asked(model, turns, now[name], config) for name in names}
+      sizes, compiling = _grown(model, draft, config, sizes, ids)
+      plain = None
+      for name in names:
+        ask = _request(model, turns, ids[name], config, sizes)
+        with_draft = _draft(name, draft, ask, plain)
+        show.begin(name, turns)
+        run = _decode(model, ask, sizes, with_draft, show.tokens)
+        show.end()
+        answers = _answers(model, run.output, turns, ids[name])
+        for talk, answer in zip(now[name], answers, strict=True):
+          talk.append(_message("assistant", answer.text))
+        yield _batch(name, answers, sizes, compiling[name], run, with_draft)
+        if run.interrupted:
+          raise KeyboardInterrupt
+        plain = run.output.tokens
 
 
-def _batch(model, turns, talks, config, sizes, show):
-  """Decode one turn of some conversations, which grow by it."""
+def _asked(model, turns, talks, config):
+  """Let the conversations grow by the user's turn; return their ids."""
   for turn, talk in zip(turns, talks, strict=True):
     talk.append(_message("user", turn.prompt.turns[turn.number]))
-  ids = [
+  return [
     _encode(model.tokenizer, talk, turn.prompt, config)
     for turn, talk in zip(turns, talks, strict=True)
   ]
-  sizes, compile_seconds = _grown(model, sizes, max(map(len, ids)))
-  seeds = [turn.prompt.seed for turn in turns]
-  ask = request.make(
-    # one that fills the context ends at once, with the reason "context"
-    [row[: model.target.context] for row in ids],
-    max_new=sizes.max_new,
-    seed=[config.seed if seed is None else seed for seed in seeds],
-    stop_ids=model.tokenizer.stop_ids,
-    width=sizes.slots,
-    batch=sizes.batch,
-    **config.sampling,
-  )
-  show.begin(turns)
-  out, prefill_seconds, seconds, interrupted = _decode(
-    model, ask, sizes, show.tokens
-  )
-  show.end()
-  answers = [
-    _answer(model, out, row, turn, ids[row]) for row, turn in enumerate(turns)
-  ]
-  for talk, answer in zip(talks, answers, strict=True):
-    talk.append(_message("assistant", answer.text))
-  batch = Batch(
-    answers=tuple(answers),
-    slots=sizes.slots,
-    compile_seconds=compile_seconds,
-    prefill_seconds=prefill_seconds,
-    seconds=seconds,
-    steps=int(out.stats.steps),
-    interrupted=interrupted,
-  )
-  return batch, sizes
 
 
 def _encode(tok, talk, prompt, config):
@@ -180,65 +183,113 @@ def _encode(tok, talk, prompt, config):
     raise UserError(f"the prompt {prompt.id!r}: {e}") from e
 
 
-def _grown(model, sizes, width):
-  """Return the sizes that prompts of a width need, and seconds to compile them.
+def _grown(model, draft, config, sizes, ids):
+  """Return sizes that hold these prompts, and {decoder: seconds to compile}.
 
   They differ from `sizes` only where an answer's text has more tokens when
-  it is encoded again than were decoded: broken characters do that.
+  it is encoded again than were decoded: broken characters do that. Both
+  decoders get the same slots, so that their times can be compared.
   """
-  need = generate.num_slots(model.target.context, width, sizes.max_new)
+  context = model.target.context
+  width = max(len(row) for rows in ids.values() for row in rows)
+  pair.check_context(
+    draft and draft.opened, min(width + sizes.max_new, context)
+  )
+  need = generate.num_slots(context, width, sizes.max_new)
   if need <= sizes.slots:
-    return sizes, 0.0
+    return sizes, dict.fromkeys(ids, 0.0)
   sizes = sizes._replace(slots=need)
-  return sizes, warm_up(model, sizes)
+  return sizes, warm_up(model, draft, config, sizes)
 
 
-def _decode(model, ask, sizes, on_tokens):
+def _request(model, turns, ids, config, sizes):
+  seeds = [turn.prompt.seed for turn in turns]
+  return request.make(
+    # one that fills the context ends at once, with the reason "context"
+    [row[: model.target.context] for row in ids],
+    max_new=sizes.max_new,
+    seed=[config.seed if seed is None else seed for seed in seeds],
+    stop_ids=model.tokenizer.stop_ids,
+    width=sizes.slots,
+    batch=sizes.batch,
+    **config.sampling,
+  )
+
+
+class _Run(NamedTuple):
+  """What came back from the loop."""
+
+  output: types.Output
+  prefill_seconds: float
+  seconds: float
+  interrupted: bool
+
+
+def _decode(model, ask, sizes, draft, on_tokens):
   """Run one request to its end, or to Ctrl-C once there is something to keep.
 
   The clock stops while the host looks.
   """
   target, params = model.target, model.params
   began = time.perf_counter()
-  state = generate.start(
-    target, params, ask, max_new_tokens=sizes.max_new, slots=sizes.slots
-  )
+  size = dict(max_new_tokens=sizes.max_new, slots=sizes.slots)
+  state = generate.start(target, params, ask, draft=draft, **size)
   jax.block_until_ready(state)
   prefill_seconds = time.perf_counter() - began
   out, seconds, seen = None, 0.0, np.zeros(sizes.batch, int)
   try:
     while out is None or (out.finish_reason == types.RUNNING).any():
       began = time.perf_counter()
-      state = generate.advance(target, params, state, steps=CHUNK_STEPS)
+      state = generate.advance(
+        target, params, state, steps=CHUNK_STEPS, draft=draft
+      )
       out = generate.output(state, sizes.max_new)
       seconds += time.perf_counter() - began
       for row in np.flatnonzero(out.length > seen):
-        on_tokens(row, out.tokens[row, seen[row] : out.length[row]].tolist())
+        new = np.s_[row, seen[row] : out.length[row]]
+        on_tokens(row, out.tokens[new].tolist(), out.accepted[new].tolist())
       seen = out.length
   except KeyboardInterrupt:
     if out is None:
       raise
-    return out, prefill_seconds, seconds, True
-  return out, prefill_seconds, seconds, False
+    return _Run(out, prefill_seconds, seconds, True)
+  return _Run(out, prefill_seconds, seconds, False)
+
+
+def _answers(model, out, turns, ids):
+  return tuple(
+    _answer(model, out, row, turn, ids[row]) for row, turn in enumerate(turns)
+  )
 
 
 def _answer(model, out, row, turn, prompt_ids):
-  n = out.length[row]
-  ids = tuple(out.tokens[row, :n].tolist())
+  new = np.s_[row, : out.length[row]]
+  ids = tuple(out.tokens[new].tolist())
+  reason = types.FINISH_REASONS[out.finish_reason[row]]
   return Answer(
     turn=turn,
     prompt_ids=tuple(prompt_ids),
     token_ids=ids,
     text=tokenizer.decode(model.tokenizer, ids),
-    finish_reason=_reason(out.finish_reason[row]),
-    rounds=tuple(out.round[row, :n].tolist()),
+    # a row that was running when the clock stopped was interrupted
+    finish_reason="interrupted" if reason == "running" else reason,
+    rounds=tuple(out.round[new].tolist()),
+    accepted=tuple(out.accepted[new].tolist()),
   )
 
 
-def _reason(code):
-  """A row that was running when the clock stopped was interrupted."""
-  name = types.FINISH_REASONS[code]
-  return "interrupted" if name == "running" else name
+def _batch(decoder, answers, sizes, compile_seconds, run, draft):
+  return Batch(
+    decoder=decoder,
+    answers=answers,
+    slots=sizes.slots,
+    compile_seconds=compile_seconds,
+    prefill_seconds=run.prefill_seconds,
+    seconds=run.seconds,
+    steps=int(run.output.stats.steps),
+    acceptance=draft and metrics.acceptance(run.output, draft.num_draft),
+    interrupted=run.interrupted,
+  )
 
 
 def _message(role, content):

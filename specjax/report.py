@@ -1,4 +1,4 @@
-"""The report of a decoding run: one dict, a table for people, a JSON file.
+"""The report of a decoding run as one dict, and its JSON file.
 
 The JSON has these keys in every version of schema 1, null where the run did
 not measure them: exact, speedup, tokens_per_call, alpha,
@@ -6,10 +6,13 @@ acceptance_by_position, predicted, autoregressive, speculative, costs, device,
 versions, config. A decoder's part has tokens_per_second and seconds (the
 decode loop alone), prefill_seconds, compile_seconds and outputs, one an
 answer: prompt_sha256 (of the prompt's token ids as little-endian int32, that
-is of what the model was given), token_ids, finish_reason, rounds and more.
+is of what the model was given), token_ids, finish_reason, rounds and more; a
+speculative one also `accepted`, which of the tokens are the draft's.
+
+exact and speedup compare the turns that both decoders ended. What is told of
+acceptance is `metrics.Acceptance` over all that speculation emitted.
 """
 
-import collections
 import hashlib
 import json
 import os
@@ -17,37 +20,39 @@ from pathlib import Path
 
 import numpy as np
 
-from specjax import memory, runtime
+from specjax import memory, metrics, runtime, settings
 from specjax.errors import UserError
 from specjax.models import transformer
 
 SCHEMA = 1
 
 
-def build(config, model, dtype, sizes, batches, seconds, interrupted):
+def build(config, model, draft, dtype, sizes, batches, seconds, interrupted):
   """Return the report of the batches that ended.
 
   Args:
     config: the run's ConfigDict.
     model: the `load.Model`; dtype: of its weights and cache.
+    draft: the `pair.Opened`, None for plain decoding alone.
     sizes: the `play.Sizes` that were planned.
     batches: list of `play.Batch`.
-    seconds: {"load": ..., "compile": ...}.
+    seconds: {"load": ..., "compile": {decoder: ...}}.
     interrupted: whether prompts are missing because of Ctrl-C.
   """
   slots = max([sizes.slots, *(batch.slots for batch in batches)])
+  parts = dict.fromkeys(settings.DECODERS)
+  for name in settings.decoders(config):
+    own = [batch for batch in batches if batch.decoder == name]
+    parts[name] = _decoder(name, own, seconds["compile"][name])
   return {
     "schema": SCHEMA,
     "interrupted": interrupted,
-    "exact": None,
-    "speedup": None,
-    "tokens_per_call": None,
-    "alpha": None,
-    "acceptance_by_position": None,
+    **_compared(_pairs(batches), config.sampling.temperature),
+    **_acceptance(batches, draft),
     "predicted": None,
-    "autoregressive": _decoder(batches, seconds["compile"]),
-    "speculative": None,
+    **parts,
     "costs": None,
+    "draft": draft and _draft(draft),
     "model": {
       "parameters": transformer.num_parameters(model.config),
       "dtype": str(np.dtype(dtype)),
@@ -63,7 +68,7 @@ def build(config, model, dtype, sizes, batches, seconds, interrupted):
   }
 
 
-def _decoder(batches, compile_seconds):
+def _decoder(name, batches, compile_seconds):
   answers = [answer for batch in batches for answer in batch.answers]
   # in the prompts' order, so that every batch size gives the same list
   answers.sort(key=lambda a: (a.turn.index, a.turn.number))
@@ -77,11 +82,99 @@ def _decoder(batches, compile_seconds):
     "prefill_seconds": sum(batch.prefill_seconds for batch in batches),
     "compile_seconds": compile_seconds + later,
     "target_calls": sum(batch.steps for batch in batches),
-    "outputs": [_output(answer) for answer in answers],
+    "outputs": [_output(answer, name) for answer in answers],
   }
 
 
-def _output(answer):
+def _pairs(batches):
+  """Return [(plain, speculative)] batches of the turns that both ended."""
+  ended = {}
+  for batch in batches:
+    if not batch.interrupted:
+      asked = tuple((a.turn.index, a.turn.number) for a in batch.answers)
+      ended.setdefault(asked, {})[batch.decoder] = batch
+  both = [found for found in ended.values() if len(found) == 2]
+  return [tuple(found[name] for name in settings.DECODERS) for found in both]
+
+
+def _compared(pairs, temperature):
+  """What both decoders made of the same turns.
+
+  Only at T = 0 are equal tokens promised. Where an answer differs, what comes
+  after it in its conversation differs too.
+  """
+  if not pairs:
+    return dict(exact=None, speedup=None, compared=None)
+  sides = dict(zip(settings.DECODERS, zip(*pairs, strict=True), strict=True))
+  totals = {name: _totals(side) for name, side in sides.items()}
+  found = {"turns": sum(len(plain.answers) for plain, _ in pairs), **totals}
+  exact = None
+  if temperature == 0:
+    found |= _agreement(pairs)
+    exact = found["first_difference"] is None
+  rates = [
+    t["tokens"] / t["seconds"] if t["tokens"] else 0 for t in totals.values()
+  ]
+  speedup = rates[1] / rates[0] if all(rates) else None
+  return dict(exact=exact, speedup=speedup, compared=found)
+
+
+def _totals(batches):
+  return {
+    "tokens": sum(len(a.token_ids) for b in batches for a in b.answers),
+    "seconds": sum(batch.seconds for batch in batches),
+    "target_calls": sum(batch.steps for batch in batches),
+  }
+
+
+def _agreement(pairs):
+  """How many tokens agree, and the first of the answers that do not."""
+  equal, differences = 0, []
+  for plain, speculative in pairs:
+    for a, b in zip(plain.answers, speculative.answers, strict=True):
+      same = len(os.path.commonprefix([a.token_ids, b.token_ids]))
+      equal += same
+      if a.token_ids != b.token_ids:
+        differences.append(
+          (a.turn.index, a.turn.number, a.turn.prompt.id, same)
+        )
+  first = None
+  if differences:
+    _, turn, name, token = min(differences)
+    first = {"id": name, "turn": turn, "token": token}
+  return {
+    "equal_tokens": equal,
+    "different_answers": len(differences),
+    "first_difference": first,
+  }
+
+
+def _acceptance(batches, draft):
+  """`metrics.Acceptance` of all that speculation emitted, null without any."""
+  parts = [b.acceptance for b in batches if b.acceptance is not None]
+  total = metrics.add(parts, draft.num_draft) if parts else None
+  return {
+    "tokens_per_call": total and total.tokens_per_call,
+    "alpha": total and total.alpha,
+    "acceptance_by_position": total and total.by_position,
+    "alpha_by_position": total and total.alpha_by_position,
+    "acceptance_histogram": total and total.histogram.tolist(),
+  }
+
+
+def _draft(draft):
+  config = draft.config
+  return {
+    "name": draft.name,
+    "K": draft.num_draft,
+    "verifier": draft.verifier,
+    "parameters": transformer.num_parameters(config) if config else None,
+    "layers": list(draft.layers) or None,  # of the target, whose they are
+    "head": len(draft.ids) if draft.ids else None,
+  }
+
+
+def _output(answer, decoder):
   ids = np.array(answer.prompt_ids, "<i4")
   return {
     "id": answer.turn.prompt.id,
@@ -93,82 +186,8 @@ def _output(answer):
     "text": answer.text,
     "finish_reason": answer.finish_reason,
     "rounds": list(answer.rounds),
+    **({"accepted": list(answer.accepted)} if decoder == "speculative" else {}),
   }
-
-
-def rows(report):
-  """Return the report's numbers for people, as (name, text) pairs."""
-  run, model = report["autoregressive"], report["model"]
-  config, outputs = report["config"], run["outputs"]
-  reasons = collections.Counter(o["finish_reason"] for o in outputs)
-  prompt_tokens = sum(o["prompt_tokens"] for o in outputs)
-  peak = report["peak_memory_bytes"]
-  shown = ("specjax", "jax", "flax", "python")
-  return [
-    (
-      "answers",
-      f"{len(outputs)}, to {prompt_tokens} prompt tokens"
-      + (", then interrupted" if report["interrupted"] else ""),
-    ),
-    ("new tokens", f"{run['tokens']} in {run['target_calls']} target calls"),
-    ("ended by", ", ".join(f"{k} {n}" for k, n in reasons.items()) or "-"),
-    ("decoding", _rate(run["tokens"], run["seconds"], run["target_calls"])),
-    ("prefill", f"{run['prefill_seconds']:.2f} s"),
-    ("compile", f"{run['compile_seconds']:.1f} s (not in the rates)"),
-    ("load", f"{model['load_seconds']:.1f} s"),
-    ("memory", f"{memory.human(peak)} at peak" if peak else "unknown"),
-    (
-      "model",
-      f"{short_name(config['target'])}, {model['parameters'] / 1e6:.4g} M"
-      " parameters",
-    ),
-    (
-      "program",
-      f"{model['dtype']}, batch {config['batch_size']}, {model['slots']} slots",
-    ),
-    ("sampling", f"{_sampling(config['sampling'])}, seed {config['seed']}"),
-    ("device", _device(report["device"])),
-    ("versions", ", ".join(f"{k} {report['versions'][k]}" for k in shown)),
-  ]
-
-
-def _rate(tokens, seconds, calls):
-  if not tokens:
-    return "no token"
-  return (
-    f"{tokens / seconds:.1f} tokens/s, {seconds / calls * 1e3:.1f} ms a target"
-    f" call ({seconds:.2f} s)"
-  )
-
-
-def _sampling(values):
-  """The values that are in force; see `types.Sampling` for what is off."""
-  if values["temperature"] == 0:
-    return "greedy"
-  on = {
-    "temperature": True,
-    "top_k": values["top_k"] > 0,
-    "top_p": values["top_p"] < 1,
-    "min_p": values["min_p"] > 0,
-  }
-  return ", ".join(f"{name} {values[name]}" for name in on if on[name])
-
-
-def _device(device):
-  if device["platform"] == "cpu":
-    return f"{device['name']}, {device['cores']} cores"
-  more = f" (1 of {device['count']})" if device["count"] > 1 else ""
-  return f"{device['name']}{more}"
-
-
-def short_name(target):
-  """What a person calls a weight reference."""
-  if target == "random":
-    return "random weights"
-  path = target.partition("#")[0].rstrip("/")
-  if path.startswith("hf://"):
-    return path.removeprefix("hf://")
-  return path.rpartition("/")[2] or target
 
 
 def check_path(path):

@@ -1,16 +1,26 @@
 """Refuse a config's impossible values before anything is loaded."""
 
-from specjax import request
+import math
+
+from specjax import cli, request
 from specjax.errors import UserError
 from specjax.runtime import DTYPES
 
-_DECODERS = ("autoregressive",)
+DECODERS = ("autoregressive", "speculative")  # in the order they are played in
+_DRAFTS = ("lm", "ngram", "replay")
+_VERIFIERS = ("token",)
+
+
+def decoders(config):
+  """Return the names of the decoders that a config asks for."""
+  return DECODERS if config.decoder == "both" else (config.decoder,)
 
 
 def check(config):
   """Raise UserError, naming the key, for a value outside its range."""
-  _one_of(config, "decoder", _DECODERS)
-  _one_of(config, "dtype", DTYPES)
+  _one_of("decoder", config.decoder, ("both", *DECODERS))
+  _one_of("dtype", config.dtype, DTYPES)
+  _one_of("verifier", config.verifier, _VERIFIERS)
   _range("batch_size", config.batch_size, 1)
   _range("max_new_tokens", config.max_new_tokens, 0)
   _range("prompts.limit", config.prompts.limit, 0)
@@ -25,12 +35,51 @@ def check(config):
     request.check(**config.sampling)
   except ValueError as e:
     raise UserError(f"--config.sampling.{e}") from e
+  _check_draft(config.draft)
+  if config.draft.name == "replay" and config.decoder != "both":
+    raise UserError(
+      "--config.draft.name=replay drafts the plain run's answer, so it needs"
+      f" --config.decoder=both, got {config.decoder}"
+    )
 
 
-def _one_of(config, key, known):
-  if config[key] not in known:
+def _check_draft(draft):
+  _one_of("draft.name", draft.name, _DRAFTS)
+  _range("draft.num_tokens", draft.num_tokens, 0)
+  _range("draft.head", draft.head, 0)
+  if not math.isfinite(draft.temperature):
+    raise UserError(
+      "--config.draft.temperature must be finite, below 0 for the target's"
+      f" own, got {draft.temperature}"
+    )
+  if not 0 <= draft.alpha <= 1:
+    raise UserError(f"--config.draft.alpha must be in 0..1, got {draft.alpha}")
+  if not all(type(i) is int for i in draft.layers):
+    raise UserError(
+      "--config.draft.layers must be layer numbers, such as 0,1,29, got"
+      f" {draft.layers}"
+    )
+  chosen = [k for k in ("weights", "layers") if draft[k]]
+  if draft.name == "lm" and len(chosen) != 1:
+    raise UserError(
+      "--config.draft.name=lm needs one of --config.draft.weights=REFERENCE"
+      " (a model of its own) and --config.draft.layers=0,1 (layers of the"
+      f" target), got {' and '.join(chosen) or 'neither'}"
+    )
+  if draft.name != "lm" and (chosen or draft.head):
+    key = chosen[0] if chosen else "head"
+    raise UserError(
+      f"--config.draft.{key} is for --config.draft.name=lm; the draft is"
+      f" {draft.name}"
+    )
+
+
+def _one_of(key, value, known):
+  if value not in known:
     names = ", ".join(known)
-    raise UserError(f"--config.{key} must be one of {names}: {config[key]!r}")
+    best = cli.nearest(value, known)
+    hint = f"; did you mean {best}?" if best else ""
+    raise UserError(f"--config.{key} must be one of {names}: {value!r}{hint}")
 
 
 def _range(key, value, least, most=None):

@@ -72,6 +72,20 @@ def test_commands_in_docstrings_name_this_config(path):
     ("sampling.top_p", 1.5, "sampling.top_p must be in"),
     ("sampling.min_p", -0.5, "sampling.min_p must be in"),
     ("sampling.top_k", 2**31, "sampling.top_k must be in"),
+    ("verifier", "blok", "verifier must be one of token"),
+    ("draft.name", "ngam", "draft.name must be one of lm, ngram, replay"),
+    ("draft.num_tokens", -1, "draft.num_tokens must be at least 0"),
+    ("draft.head", -1, "draft.head must be at least 0"),
+    ("draft.temperature", float("nan"), "draft.temperature must be finite"),
+    ("draft.temperature", float("inf"), "draft.temperature must be finite"),
+    ("draft.alpha", 1.5, "draft.alpha must be in 0..1"),
+    ("draft.alpha", float("nan"), "draft.alpha must be in 0..1"),
+    ("draft.layers", ("a",), "draft.layers must be layer numbers"),
+    ("draft.layers", (0.5, 1), "draft.layers must be layer numbers"),
+    ("draft.layers", (0,), "draft.layers is for --config.draft.name=lm"),
+    ("draft.weights", "a.gguf", "draft.weights is for --config.draft.name=lm"),
+    ("draft.head", 100, "draft.head is for --config.draft.name=lm"),
+    ("draft.name", "lm", "draft.name=lm needs one of --config.draft.weights"),
   ],
 )
 def test_impossible_value(key, value, why):
@@ -80,6 +94,29 @@ def test_impossible_value(key, value, why):
   with pytest.raises(UserError) as error:
     settings.check(config)
   assert f"--config.{why}" in str(error.value)
+
+
+def test_a_slip_is_named():
+  config = _build("tiny", "")
+  config.draft.name = "ngrm"
+  with pytest.raises(UserError, match="did you mean ngram"):
+    settings.check(config)
+
+
+@pytest.mark.parametrize("decoder", settings.DECODERS)
+def test_replay_needs_both_decoders(decoder):
+  config = _build("tiny", "")
+  config.update(decoder=decoder)
+  config.draft.name = "replay"
+  with pytest.raises(UserError, match="needs --config.decoder=both"):
+    settings.check(config)
+
+
+def test_a_draft_is_a_model_or_layers():
+  config = _build("tiny", "")
+  config.draft.update(name="lm", weights="a.gguf", layers=(0,))
+  with pytest.raises(UserError, match="got weights and layers"):
+    settings.check(config)
 
 
 def test_random_needs_an_architecture():

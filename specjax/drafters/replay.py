@@ -46,7 +46,9 @@ def make(vocab_size):
     ended = jnp.pad(params.tokens, ((0, 0), (0, 1)), constant_values=-1)
     earlier = ended[rows[:, None], jnp.minimum(t, N)]
     real = earlier >= 0
-    probs = jax.vmap(jax.vmap(law, (0, None)), (0, None))(earlier, params.alpha)
+    # float32 by name: under jax_enable_x64 a float64 would widen p (B59)
+    alpha = jnp.asarray(params.alpha, jnp.float32)
+    probs = jax.vmap(jax.vmap(law, (0, None)), (0, None))(earlier, alpha)
     drafted = [noise.draft(i, probs[:, i]) for i in range(K)]
     tokens = jnp.stack(drafted, 1) if K else jnp.zeros((B, 0), jnp.int32)
     length = real.sum(1).astype(jnp.int32)

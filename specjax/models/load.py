@@ -121,18 +121,20 @@ def part(model, *, layers, ids=None):
   that such a part is a draft to begin with.
 
   Args:
-    layers: the layers' numbers, in the order in which they are to act.
-    ids: a tuple of token ids, those that the head keeps; None: all. A trimmed
-      head is a copy.
+    layers: the layers' numbers, in the order in which they are to act; one
+      may act twice.
+    ids: a tuple of token ids, those that the head keeps, in the order of its
+      logits; None: all. A trimmed head is a copy.
 
   Raises:
-    UserError: there is no such layer or id.
+    UserError: there is no such layer or id, or an id is given twice.
   """
   whole, params = model.config, dict(model.params)
   depth = whole.layers
   if not layers or not all(0 <= i < depth for i in layers):
     raise UserError(
-      f"layers {tuple(layers)}: the target has layers 0 to {depth - 1}"
+      f"layers {tuple(layers)}: give some of the target's layers 0 to"
+      f" {depth - 1}"
     )
   kept = [params[f"layer_{i}"] for i in layers]
   for i in range(depth):
@@ -142,8 +144,11 @@ def part(model, *, layers, ids=None):
     whole, layers=len(layers), tied="head" not in params
   )
   if ids is not None:
-    if not ids or not all(0 <= i < whole.vocab_size for i in ids):
-      raise UserError(f"a head's ids must be in 0..{whole.vocab_size - 1}")
+    logits = whole.head_size or whole.vocab_size
+    if not ids or not all(0 <= i < logits for i in ids):
+      raise UserError(f"a head's ids must be in 0..{logits - 1}")
+    if len(set(ids)) < len(ids):
+      raise UserError("a head's ids must differ from each other")
     at = jnp.array(ids)
     tied = config.tied
     head = params["embed"][at].T if tied else params["head"][:, at]

@@ -1,0 +1,145 @@
+"""Prompt lookup on real prompts at T = 0, plain decoding beside it.
+
+Each prompt is decoded by both, in turns; a prompt's ratio is the median of its
+turns' and S is the ratio of the summed medians. A small model that falls into a
+loop is easy to look up, so each answer's share of tokens inside an 8-gram that
+it has more than once is told, and the share inside one that the prompt has.
+"""
+
+import jax
+import numpy as np
+import rich.progress
+import rich.table
+
+from benchmarks import clock
+from specjax import generate, metrics, prompts, request, types
+from specjax.drafters import ngram
+
+_N = 8
+
+
+def measure(model, todo, config, turns, out):
+  """Decode the first turn of each prompt; return {"num_draft", "prompts"}."""
+  K = config.draft.num_tokens
+  draft = types.Draft(ngram.make(model.target.vocab_size), (), K)
+  rows = []
+  for prompt in rich.progress.track(
+    todo, "measuring", console=out, transient=True
+  ):
+    talk = [*prompt.history, {"role": "user", "content": prompt.turns[0]}]
+    ids = prompts.encode(model.tokenizer, talk, as_chat=config.chat)
+    rows.append(
+      {
+        "id": prompt.id,
+        "kind": prompt.kind,
+        **_compare(model, ids, config.max_new_tokens, draft, turns),
+      }
+    )
+  return {"num_draft": K, "prompts": rows}
+
+
+def _compare(model, ids, max_new, draft, turns):
+  """Decode one prompt by both, `turns` times and once to compile."""
+  ask = request.make([ids], max_new=max_new, stop_ids=model.tokenizer.stop_ids)
+  runs = {"plain": None, "speculative": draft}
+  spent, answers = {name: [] for name in runs}, {}
+  for _ in range(turns + 1):
+    for name, how in runs.items():
+      seconds, answers[name] = _decode(model, ask, max_new, how)
+      spent[name].append(seconds)
+  same, out = answers.values()
+  assert (out.tokens == same.tokens).all(), "the answers differ"
+  answer = out.tokens[0, : out.length[0]].tolist()
+  found = metrics.acceptance(out, draft.num_draft)
+  return {
+    "prompt_tokens": len(ids),
+    "tokens": len(answer),
+    "seconds": {name: row[1:] for name, row in spent.items()},
+    "tokens_per_call": found.tokens_per_call,
+    "alpha": found.alpha,
+    "repeated": share(answer, _grams(answer, twice=True)),
+    "copied": share(answer, _grams(ids)),
+  }
+
+
+def _decode(model, ask, max_new, draft):
+  target, params = model.target, model.params
+  state = generate.start(
+    target, params, ask, max_new_tokens=max_new, draft=draft
+  )
+  state = jax.block_until_ready(state)
+  ended = []
+
+  def run():
+    ended.append(
+      generate.advance(target, params, state, steps=max_new, draft=draft)
+    )
+    return ended[0].steps
+
+  seconds = clock.seconds(run)
+  return seconds, generate.output(ended[0], max_new)
+
+
+def _grams(ids, twice=False):
+  """The 8-grams of a text, or those that it has more than once."""
+  seen, again = set(), set()
+  for i in range(len(ids) - _N + 1):
+    gram = tuple(ids[i : i + _N])
+    (again if gram in seen else seen).add(gram)
+  return again if twice else seen
+
+
+def share(ids, grams):
+  """The share of a text's tokens that lie inside one of some 8-grams."""
+  inside = np.zeros(len(ids), bool)
+  for i in range(len(ids) - _N + 1):
+    if tuple(ids[i : i + _N]) in grams:
+      inside[i : i + _N] = True
+  return float(inside.mean()) if ids else 0.0
+
+
+def table(found):
+  """One row a prompt, and one for all."""
+  result = rich.table.Table(
+    "prompt",
+    "prompt tokens",
+    "tokens",
+    "tokens/s",
+    "S",
+    "a call",
+    "alpha",
+    "repeated",
+    "copied",
+  )
+  rows = found["prompts"]
+  middle = lambda row, name: clock.median(row["seconds"][name])
+  for row in rows:
+    ratio = clock.median_ratio(*row["seconds"].values())
+    result.add_row(
+      row["id"],
+      str(row["prompt_tokens"]),
+      str(row["tokens"]),
+      f"{row['tokens'] / middle(row, 'plain'):.1f}",
+      f"{ratio:.2f}",
+      f"{row['tokens_per_call']:.2f}",
+      "-" if row["alpha"] is None else f"{row['alpha']:.2f}",
+      f"{row['repeated']:.0%}",
+      f"{row['copied']:.0%}",
+    )
+  total = lambda name: sum(middle(row, name) for row in rows)
+  tokens = sum(row["tokens"] for row in rows)
+  mean = lambda key: sum(row[key] * row["tokens"] for row in rows) / tokens
+  calls = sum(row["tokens"] / row["tokens_per_call"] for row in rows)
+  result.add_row(
+    "all",
+    str(sum(row["prompt_tokens"] for row in rows)),
+    str(tokens),
+    f"{tokens / total('plain'):.1f}",
+    f"{total('plain') / total('speculative'):.2f}",
+    f"{tokens / calls:.2f}",
+    "",
+    f"{mean('repeated'):.0%}",
+    f"{mean('copied'):.0%}",
+    style="bold",
+  )
+  return result

@@ -1,0 +1,76 @@
+"""Plain decoding: what a step costs beside what the memory allows.
+
+read    one jitted sum over a float32 array as large as the weights that a
+        step reads: what the memory's bandwidth allows
+argmax  a bare loop of target calls that takes jnp.argmax of the logits
+T = 0, T = 1, top_p = 0.9 at T = 1: `generate.advance`
+"""
+
+import jax
+import jax.numpy as jnp
+import rich.table
+
+from benchmarks import clock
+from specjax import generate, request
+
+STEPS = 24  # target calls in a turn
+_SAMPLING = {
+  "T = 0": dict(temperature=0.0),
+  "T = 1": dict(temperature=1.0),
+  "top_p = 0.9": dict(temperature=1.0, top_p=0.9),
+}
+
+
+def variants(model, steps):
+  """Return {name: () -> seconds}, each starting from the same prompt."""
+  target, params = model.target, model.params
+  prompt = clock.prompt()
+  size = sum(x.size for x in jax.tree.leaves(params))
+  if "head" in params:
+    size -= params["embed"].size  # one row of it is read
+  weights = jnp.ones((size,), jnp.float32)
+  total = jax.jit(jnp.sum)
+  bare = clock.target_loop(target, 1, steps)
+  cache = target.init_cache(1, clock.SLOTS)
+
+  def decode(options):
+    ask = request.make([prompt], max_new=steps, **options)
+    state = jax.block_until_ready(
+      generate.start(
+        target, params, ask, max_new_tokens=steps, slots=clock.SLOTS
+      )
+    )
+    return clock.seconds(
+      lambda: generate.advance(target, params, state, steps=steps)
+    )
+
+  # as many reads as steps, so that both are averages over the same time
+  read = lambda: sum(
+    clock.seconds(lambda: total(weights)) for _ in range(steps)
+  )
+  return {
+    "read": read,
+    "argmax": lambda: clock.seconds(lambda: bare(params, cache)),
+    **{
+      name: lambda options=options: decode(options)
+      for name, options in _SAMPLING.items()
+    },
+  }
+
+
+def table(times, steps):
+  """Medians; ratios are medians of a turn's pairs, and best against best."""
+  result = rich.table.Table(
+    "", "ms a call", "best", "of the read", "best of best", "over argmax"
+  )
+  paired = lambda a, b: clock.median_ratio(times[a], times[b])
+  for name, row in times.items():
+    result.add_row(
+      name,
+      f"{clock.median(row) / steps * 1e3:.2f}",
+      f"{min(row) / steps * 1e3:.2f}",
+      f"{paired('read', name):.2f}",
+      f"{min(times['read']) / min(row):.2f}",
+      f"{(paired(name, 'argmax') - 1) * 100:+.1f} %",
+    )
+  return result

@@ -1,0 +1,209 @@
+"""Speculation: what a round costs beside its parts, and what comes of it.
+
+`costs`: a round of K drafted tokens against K * t_draft + t_target(K + 1), the
+parts each in a compiled loop of their own: plain decoding by the draft, and
+bare target calls on K + 1 tokens. The draft is a slice of the target's layers.
+
+`replay`: the speed-up at a known alpha against the one that the costs imply,
+n t_target(1) / (R(n) (K t_draft + t_target(K + 1))), where R(n) is the expected
+number of rounds for n tokens and t_target(1) a step of plain decoding.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rich.table
+from jax import lax
+
+from benchmarks import clock
+from specjax import generate, metrics, request, types
+from specjax.drafters import lm, replay
+from specjax.models import load
+
+STEPS = 50  # iterations of every timed loop
+LAYERS = (0, 1, -1)  # of the target, the draft of `costs`
+WIDTHS = (2, 4, 8)  # K
+ALPHAS = (0.6, 0.8, 0.9)
+TOKENS = 256  # n of `replay`
+
+
+def cost_variants(model):
+  """Return {name: () -> seconds of STEPS iterations}."""
+  target, params = model.target, model.params
+  layers = tuple(i % model.config.layers for i in LAYERS)
+  part = load.part(model, layers=layers)
+  drafter = lm.make(part.target, target.vocab_size)
+  cache = target.init_cache(1, clock.SLOTS)
+
+  def rounds(K):
+    draft = types.Draft(drafter, part.params, K)
+    return _decode(target, params, STEPS * (K + 1), STEPS, draft)
+
+  def calls(width):
+    loop = clock.target_loop(target, width, STEPS)
+    return clock.seconds(lambda: loop(params, cache))
+
+  return {
+    "draft": lambda: _decode(part.target, part.params, STEPS, STEPS),
+    "target(1)": lambda: calls(1),
+    **{f"target({K + 1})": functools.partial(calls, K + 1) for K in WIDTHS},
+    **{f"round({K})": functools.partial(rounds, K) for K in WIDTHS},
+  }
+
+
+def _decode(target, params, max_new, steps, draft=None, seed=0):
+  """Seconds of `steps` target calls behind a prompt, prefill apart."""
+  most = min(max_new, clock.SLOTS - clock.PROMPT)
+  ask = request.make([clock.prompt(seed)], max_new=most)
+  sizes = dict(max_new_tokens=most, slots=clock.SLOTS)
+  state = generate.start(target, params, ask, draft=draft, **sizes)
+  state = jax.block_until_ready(state)
+  run = lambda: (
+    generate.advance(target, params, state, steps=steps, draft=draft).steps
+  )
+  return clock.seconds(run)
+
+
+def cost_table(times):
+  """Medians; the last column is the median of a turn's ratios."""
+  table = rich.table.Table("K", *_COLUMNS)
+  ms = lambda name: clock.median(times[name]) / STEPS * 1e3
+  for K in WIDTHS:
+    parts = _parts(times, K)
+    over = clock.median_ratio(times[f"round({K})"], parts)
+    table.add_row(
+      str(K),
+      f"{ms('draft'):.2f}",
+      f"{ms('target(1)'):.2f}",
+      f"{ms(f'target({K + 1})'):.2f}",
+      f"{ms(f'round({K})'):.2f}",
+      f"{clock.median(parts) / STEPS * 1e3:.2f}",
+      f"{over:.3f}",
+    )
+  return table
+
+
+_COLUMNS = ("t_draft ms", "t(1)", "t(K+1)", "a round", "its parts", "ratio")
+
+
+def _parts(times, K):
+  """Seconds a turn of K t_draft + t_target(K + 1), STEPS times."""
+  return [
+    K * draft + target
+    for draft, target in zip(
+      times["draft"], times[f"target({K + 1})"], strict=True
+    )
+  ]
+
+
+def replay_variants(model, K):
+  """Return ({name: () -> seconds}, {alpha: [Acceptance a turn]}).
+
+  A turn has a seed of its own for what is spoilt. Plain decoding makes the
+  tokens once; timed again each turn, it is the yardstick.
+  """
+  target, params = model.target, model.params
+  make = lambda seed: request.make([clock.prompt()], max_new=TOKENS, seed=seed)
+  sizes = dict(max_new_tokens=TOKENS, slots=clock.SLOTS)
+  plain = generate.autoregressive(target, params, make(0), **sizes)
+  drafter = replay.make(target.vocab_size)
+  accepted = {alpha: [] for alpha in ALPHAS}
+
+  def speculate(alpha):
+    found = accepted[alpha]
+    draft = types.Draft(
+      drafter, replay.Params(plain.tokens, np.float32(alpha)), K
+    )
+    state = generate.start(
+      target, params, make(len(found) + 1), draft=draft, **sizes
+    )
+    state = jax.block_until_ready(state)
+    ended = []
+
+    def run():
+      ended.append(
+        generate.advance(target, params, state, steps=TOKENS, draft=draft)
+      )
+      return ended[0].steps
+
+    spent = clock.seconds(run)
+    out = generate.output(ended[0], TOKENS)
+    assert (out.tokens == plain.tokens).all(), "replay changed the answer"
+    found.append(metrics.acceptance(out, K))
+    return spent
+
+  loop = clock.target_loop(target, K + 1, STEPS)
+  cache = target.init_cache(1, clock.SLOTS)
+  propose = _propose_loop(drafter, K, STEPS)
+  ready = replay.Params(plain.tokens, np.float32(0.8))
+  state = generate.start(
+    target,
+    params,
+    make(0),
+    draft=types.Draft(drafter, ready, K),
+    **sizes,
+  )
+  return {
+    "plain": lambda: _decode(target, params, TOKENS, TOKENS),
+    "target": lambda: clock.seconds(lambda: loop(params, cache)),
+    "draft": lambda: clock.seconds(lambda: propose(ready, state)),
+    **{alpha: functools.partial(speculate, alpha) for alpha in ALPHAS},
+  }, accepted
+
+
+def _propose_loop(drafter, K, steps):
+  """A jitted loop of proposals of K tokens, each for another place."""
+
+  @jax.jit
+  def run(params, state):
+    def step(i, carry):
+      noise = generate._noise(state._replace(steps=i), K)
+      context = types.Context(
+        state.tokens, state.length + i, state.draft_sampling, K
+      )
+      proposal, draft = drafter.propose(params, carry[1], context, noise)
+      return proposal, draft
+
+    first = jax.tree.map(
+      lambda x: jnp.zeros(x.shape, x.dtype),
+      jax.eval_shape(lambda: step(0, (None, state.draft))[0]),
+    )
+    return lax.fori_loop(0, steps, step, (first, state.draft))
+
+  return run
+
+
+def replay_table(times, accepted, K):
+  """Totals over the turns; `accepted` has one more, the first."""
+  table = rich.table.Table(
+    "alpha", "found", "tokens a call", "expected", "S", "predicted", "ratio"
+  )
+  per_step = sum(times["plain"]) / TOKENS  # of all turns
+  per_round = (sum(times["draft"]) + sum(times["target"])) / STEPS
+  for alpha in ALPHAS:
+    total = metrics.add(accepted[alpha][1:], K)
+    rounds = expected_rounds(TOKENS, alpha ** np.arange(K + 1))
+    predicted = TOKENS * per_step / (rounds * per_round)
+    speedup = sum(times["plain"]) / sum(times[alpha])
+    table.add_row(
+      f"{alpha}",
+      f"{total.alpha:.3f}",
+      f"{total.tokens_per_call:.3f}",
+      f"{TOKENS / rounds:.3f}",
+      f"{speedup:.3f}",
+      f"{predicted:.3f}",
+      f"{speedup / predicted:.3f}",
+    )
+  return table
+
+
+def expected_rounds(num_tokens, survival):
+  """R(n) = 1 + sum_j P(N = j) R(n - j), with A_j = survival[j] [K + 1]."""
+  law = np.append(-np.diff(survival), survival[-1])  # P(N = 1 .. K + 1)
+  R = np.zeros(num_tokens + 1)
+  for n in range(1, num_tokens + 1):
+    last = R[max(n - len(law), 0) : n][::-1]  # R(n - 1), R(n - 2), ...
+    R[n] = 1 + law[: len(last)] @ last
+  return R[num_tokens]

@@ -1,0 +1,184 @@
+"""From a config and its target to a draft that fits it, or one line why not.
+
+`opened` compares what can be compared before any weight is read; `load` reads
+the draft; `join` makes it a request's.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from specjax import types
+from specjax.drafters import lm, ngram, replay
+from specjax.errors import UserError
+from specjax.models import load as models
+from specjax.models import transformer
+
+
+class Opened(NamedTuple):
+  """A draft whose weights have not been read yet."""
+
+  name: str
+  num_draft: int  # K
+  verifier: str
+  temperature: float  # below 0: the request's
+  alpha: float  # of replay
+  own: models.Opened | None  # a model beside the target
+  layers: tuple[int, ...]  # of the target, those that the draft is made of
+  ids: tuple[int, ...] | None  # what its head keeps, None: all
+  config: transformer.Config | None  # None: it is no language model
+
+
+class Pair(NamedTuple):
+  """A draft that fits a loaded target."""
+
+  drafter: types.Drafter
+  params: Callable  # (the plain run's tokens [B, N]) -> the drafter's
+  opened: Opened
+
+
+def opened(config, target, open_model=models.opened):
+  """Return the `Opened` of a config's draft, checked against its target.
+
+  Args:
+    target: a `load.Opened`.
+    open_model: what makes a weight reference a `load.Opened`.
+
+  Raises:
+    UserError: the reference, or that the two do not fit each other: other
+      tokens, layers that the target lacks, a head wider than the vocabulary.
+  """
+  asked = config.draft
+  own, layers, ids, architecture = None, (), None, None
+  if asked.weights:
+    own = open_model(asked.weights)
+    _same_tokens(target.tokenizer, own.tokenizer)
+    architecture = own.config
+  elif asked.layers:
+    layers = _layers(asked.layers, target.config.layers)
+    architecture = dataclasses.replace(target.config, layers=len(layers))
+  if asked.head:
+    known = min(target.config.vocab_size, architecture.vocab_size)
+    ids = _head(asked.head, target.tokenizer.stop_ids, known)
+    architecture = dataclasses.replace(
+      architecture, tied=False, head_size=len(ids)
+    )
+  return Opened(
+    name=asked.name,
+    num_draft=asked.num_tokens,
+    verifier=config.verifier,
+    temperature=asked.temperature,
+    alpha=asked.alpha,
+    own=own,
+    layers=layers,
+    ids=ids,
+    config=architecture,
+  )
+
+
+def _same_tokens(target, draft):
+  """Raise UserError unless every id is the same token in both tokenizers.
+
+  How many logits the models have may differ: vocabularies are padded.
+  """
+  hint = "a draft needs the target's tokenizer; choose other draft.weights"
+  sizes = target.vocab_size, draft.vocab_size
+  if sizes[0] != sizes[1]:
+    raise UserError(
+      f"the target's tokenizer has {sizes[0]} ids, the draft's {sizes[1]};"
+      f" {hint}"
+    )
+  ours, theirs = _by_id(target), _by_id(draft)
+  if ours == theirs:
+    return
+  i = next(i for i in range(sizes[0]) if ours.get(i) != theirs.get(i))
+  names = [repr(x[i]) if i in x else "no token" for x in (ours, theirs)]
+  raise UserError(
+    f"id {i} is {names[0]} in the target's tokenizer, {names[1]} in the"
+    f" draft's; {hint}"
+  )
+
+
+def _by_id(tok):
+  vocab = tok.backend.get_vocab(with_added_tokens=True)
+  return {i: token for token, i in vocab.items()}
+
+
+def _layers(asked, depth):
+  """Layer numbers from 0; negative ones count from the end."""
+  if not all(-depth <= i < depth for i in asked):
+    text = ",".join(map(str, asked))
+    raise UserError(
+      f"--config.draft.layers={text}: the target has layers 0 to {depth - 1}"
+    )
+  return tuple(i % depth for i in asked)
+
+
+def _head(head, stop_ids, known):
+  if head > known:
+    raise UserError(
+      f"--config.draft.head must be in 0..{known}, the vocabulary, got {head}"
+    )
+  return tuple(sorted({*range(head), *(i for i in stop_ids if i < known)}))
+
+
+def check_context(draft, needed):
+  """Raise UserError unless the draft's context holds `needed` tokens.
+
+  Args:
+    draft: an `Opened`, or None for plain decoding.
+    needed: prompt, answers and all.
+  """
+  if draft and draft.config and draft.config.context < needed:
+    raise UserError(
+      f"the draft's context holds {draft.config.context} tokens, a prompt and"
+      f" its answers may need {needed}; lower --config.max_new_tokens or choose"
+      " other --config.draft.weights"
+    )
+
+
+def load(draft, target, *, dtype, track=lambda paths: paths):
+  """Return the `Pair` of an `Opened`; read its weights if it has its own.
+
+  Args:
+    draft: an `Opened`; target: the `load.Model`.
+    dtype, track: as in `load.model`.
+  """
+  vocab_size = target.target.vocab_size
+  if draft.name == "ngram":
+    return Pair(ngram.make(vocab_size), lambda plain: (), draft)
+  if draft.name == "replay":
+    alpha = np.float32(draft.alpha)
+    params = lambda plain: replay.Params(plain, alpha)
+    return Pair(replay.make(vocab_size), params, draft)
+  model = target
+  if draft.own:
+    model = models.model(draft.own, dtype=dtype, track=track)
+  if draft.layers or draft.ids:
+    layers = draft.layers or range(model.config.layers)
+    model = models.part(model, layers=layers, ids=draft.ids)
+  drafter = lm.make(model.target, vocab_size, ids=draft.ids)
+  return Pair(drafter, lambda plain: model.params, draft)
+
+
+def join(pair, request, plain):
+  """Return the `types.Draft` of a request.
+
+  Its sampling is always said, so that the draft's temperature is data.
+
+  Args:
+    plain: [B, N] int32, what plain decoding made of it, -1 behind the end.
+  """
+  ours = request.sampling
+  if pair.opened.temperature >= 0:
+    own = np.full_like(ours.temperature, pair.opened.temperature)
+    ours = ours._replace(temperature=own)
+  return types.Draft(
+    drafter=pair.drafter,
+    params=pair.params(plain),
+    num_draft=pair.opened.num_draft,
+    verifier=pair.opened.verifier,
+    sampling=ours,
+  )

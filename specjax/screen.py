@@ -1,0 +1,231 @@
+"""The answers as they come: the text on stdout once, the rest on stderr.
+
+Where both decoders run, plain decoding shows no more than its progress; the
+text is what speculation emits, drafted tokens that were accepted in green.
+"""
+
+import contextlib
+import itertools
+import os
+import re
+import sys
+import time
+
+import rich.progress
+import rich.text
+
+from specjax import settings, terminal
+from specjax.models import tokenizer
+from specjax.play import Show
+
+_LOG_EVERY = 10.0  # seconds between lines where no bar can be drawn
+# All but tab and newline. A terminal obeys these, and a model may emit them.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_SAID = {
+  "autoregressive": "plain decoding",
+  "speculative": "speculative decoding",
+}
+
+_LEGEND = (": drafted and accepted; the rest is the target's own", "dim")
+
+
+def show(out, tok, todo, sizes, config):
+  """Return a context that is the `Show` for a batch size.
+
+  Args:
+    out: the console of stderr; tok: a `Tokenizer`.
+    todo: list of `Prompt`; sizes: a `play.Sizes`.
+    config: its decoders are played in turns; the text is the last one's.
+  """
+  decoders = settings.decoders(config)
+  if decoders[-1] == "speculative" and out.is_terminal and _coloured():
+    out.print(rich.text.Text.assemble(("green", "green"), _LEGEND))
+  total = sum(len(prompt.turns) for prompt in todo)
+  if sizes.batch == 1:
+    return _live(out, tok, total, decoders)
+  return _batched(out, tok, total, sizes.max_new, decoders)
+
+
+@contextlib.contextmanager
+def _live(out, tok, total, decoders):
+  """Stream one answer at a time."""
+  tell = _teller(out, total)
+  spinner = out.status("")
+  text, count, done = None, 0, 0
+
+  def begin(decoder, turns):
+    nonlocal text, count
+    count = 0
+    if decoder == decoders[0]:
+      tell(turns[0], done)
+    if decoder == decoders[-1]:
+      text = _Text(tok)
+    else:
+      spinner.update(f"{_SAID[decoder]} ...")
+      spinner.start()
+
+  def tokens(row, ids, accepted):
+    nonlocal count
+    del row
+    count += len(ids)
+    if text:
+      _write(text.step(ids, accepted))
+    else:
+      spinner.update(f"{_SAID[decoders[0]]}, {count} tokens")
+
+  def end():
+    nonlocal text, done
+    spinner.stop()
+    if text:
+      _write([*text.flush(), (_after(total), False)])
+      text, done = None, done + 1
+
+  try:
+    yield Show(begin, tokens, end)
+  except KeyboardInterrupt:
+    if text:  # in the middle of an answer's line
+      _write([("\n", False)])
+    raise
+  finally:
+    spinner.stop()  # or the cursor stays hidden
+
+
+@contextlib.contextmanager
+def _batched(out, tok, total, max_new, decoders):
+  """Show a bar; print the answers of a group of prompts when all are there.
+
+  They are printed in the prompts' order, a prompt's turns one after the other,
+  so that stdout is the same for every batch size.
+  """
+  tell = _teller(out, total)
+  bar = rich.progress.Progress(
+    *rich.progress.Progress.get_default_columns(),
+    rich.progress.TextColumn("{task.fields[tokens]} tokens"),
+    console=out,
+    transient=True,
+    disable=not out.is_terminal,
+  )
+  task = bar.add_task("", total=total * max_new * len(decoders), tokens=0)
+  todo, texts, finished, num_tokens, done, spoken = [], [], [], 0, 0, False
+
+  def begin(decoder, turns):
+    nonlocal todo, texts, spoken
+    todo, spoken = turns, decoder == decoders[-1]
+    texts = [_Text(tok) for _ in turns]
+    bar.update(task, description=_SAID[decoder])
+    bar.start()
+
+  def tokens(row, ids, accepted):
+    nonlocal num_tokens
+    texts[row].step(ids, accepted)
+    num_tokens += len(ids)
+    bar.update(task, advance=len(ids), tokens=num_tokens)
+
+  def end():
+    nonlocal done
+    bar.stop()
+    done += len(todo)
+    bar.update(task, completed=done * max_new)
+    if spoken:
+      for turn, text in zip(todo, texts, strict=True):
+        text.flush()
+        finished.append((turn.index, turn.number, turn, text.pieces))
+      if all(turn.number + 1 == len(turn.prompt.turns) for turn in todo):
+        flush()
+
+  def flush():
+    for _, _, turn, pieces in sorted(finished, key=lambda x: x[:2]):
+      tell(turn, done // len(decoders))
+      _write([*pieces, (_after(total), False)])
+    finished.clear()
+
+  try:
+    yield Show(begin, tokens, end)
+  except KeyboardInterrupt:
+    bar.stop()
+    flush()
+    raise
+  finally:
+    bar.stop()  # or the cursor stays hidden
+
+
+class _Text:
+  """An answer in pieces, each a (text, whether it was drafted)."""
+
+  def __init__(self, tok):
+    self._stream = tokenizer.stream(tok)
+    self._last = False
+    self.pieces = []
+
+  def step(self, ids, accepted):
+    """Return the new pieces; a character is whose token completed it."""
+    new = []
+    for i, self._last in zip(ids, accepted, strict=True):
+      new.append((self._stream.step([i]), self._last))
+    self.pieces += new
+    return new
+
+  def flush(self):
+    """Return what is held back when no more ids come."""
+    new = [(self._stream.flush(), self._last)]
+    self.pieces += new
+    return new
+
+
+def _coloured():
+  """Whether stdout is to be coloured; see https://no-color.org."""
+  wanted = not os.environ.get("NO_COLOR")
+  return wanted and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def _write(pieces):
+  """Write (text, drafted) pieces; no colour outlasts a call."""
+  if sys.stdout.isatty():
+    pieces = [(_visible(text), drafted) for text, drafted in pieces]
+  coloured = _coloured()
+  for drafted, run in itertools.groupby(pieces, lambda piece: piece[1]):
+    text = "".join(piece for piece, _ in run)
+    green = coloured and drafted and text
+    sys.stdout.write(f"\x1b[32m{text}\x1b[0m" if green else text)
+  sys.stdout.flush()
+
+
+def _after(total):
+  """What follows an answer: a blank line where others come."""
+  return "\n\n" if total > 1 else "\n"
+
+
+def _visible(text):
+  return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+
+
+def _teller(out, total):
+  """Return what announces a turn, the next of `total`, when `done` are.
+
+  On a terminal it prints a heading and the question, elsewhere a line now and
+  then.
+  """
+  began = logged = time.perf_counter()
+  number = 0
+
+  def tell(turn, done):
+    nonlocal number, logged
+    number += 1
+    now = time.perf_counter()
+    title = f"{number}/{total} {turn.prompt.id}"
+    if len(turn.prompt.turns) > 1:
+      title += f" turn {turn.number + 1}"
+    if 0 < done < total:
+      left = int((now - began) / done * (total - done))
+      title += f", {left // 60}:{left % 60:02d} left"
+    if out.is_terminal:
+      if total > 1:
+        out.rule(_visible(title), align="left", style="dim")
+      text = turn.prompt.turns[turn.number]
+      short = text if len(text) < 400 else f"{text[:300]} [...] {text[-80:]}"
+      out.print(_visible(short), style="dim italic")
+    elif now - logged > _LOG_EVERY:
+      terminal.note(out, title)
+      logged = now
+
+  return tell

@@ -1,0 +1,197 @@
+"""A report's numbers for people, as (name, text) pairs."""
+
+import collections
+
+from specjax import memory
+
+_BAR = 8  # characters of the histogram's longest bar
+
+
+def rows(report):
+  """Return the rows of a dict that `report.build` returned."""
+  plain, speculative = report["autoregressive"], report["speculative"]
+  runs = [run for run in (plain, speculative) if run]
+  outputs = runs[-1]["outputs"]  # those whose text was shown
+  reasons = collections.Counter(o["finish_reason"] for o in outputs)
+  prompt_tokens = sum(o["prompt_tokens"] for o in outputs)
+  answers = f"{len(outputs)}, to {prompt_tokens} prompt tokens"
+  found = [
+    ("answers", answers + ", then interrupted" * report["interrupted"]),
+    ("ended by", ", ".join(f"{k} {n}" for k, n in reasons.items()) or "-"),
+  ]
+  if plain:
+    found.append(("plain", _rate(plain, "call")))
+  if speculative:
+    found.append(("speculative", _rate(speculative, "round")))
+  if plain and speculative:
+    found += _comparison(report)
+  if speculative:
+    found += _acceptance(report)
+  return found + _machine(report, runs)
+
+
+def _rate(run, call):
+  if not run["tokens"]:
+    return "no token"
+  ms = run["seconds"] / run["target_calls"] * 1e3
+  return (
+    f"{run['tokens_per_second']:.1f} tokens/s, {ms:.1f} ms a {call}"
+    f" ({run['tokens']} tokens in {run['target_calls']} {call}s,"
+    f" {run['seconds']:.2f} s)"
+  )
+
+
+def _comparison(report):
+  """Speed-up and exactness, of the turns that both decoders ended."""
+  found, speedup = report["compared"], report["speedup"]
+  rows = [("speed-up", f"{speedup:.2f} x" if speedup else "not measured")]
+  if speedup and speedup < 1:
+    rows.append(("slower", _why_slower(report)))
+  if found:
+    rows.append(("exact", _exactness(report)))
+  return rows
+
+
+def _why_slower(report):
+  """speed-up = tokens a round, over its time, in units of a plain call."""
+  plain, speculative = (
+    report["compared"][name] for name in ("autoregressive", "speculative")
+  )
+  ratio = lambda key: (
+    (speculative[key] / speculative["target_calls"])
+    / (plain[key] / plain["target_calls"])
+  )
+  K = report["draft"]["K"]
+  change = [
+    *([f"fewer --config.draft.num_tokens than {K}"] if K > 1 else []),
+    "another draft",
+    "--config.decoder=autoregressive",
+  ]
+  return (
+    f"a round takes {ratio('seconds'):.2f} x a plain call's time and emits"
+    f" {ratio('tokens'):.2f} x its tokens; try {', '.join(change[:-1])} or"
+    f" {change[-1]}"
+  )
+
+
+def _exactness(report):
+  found, exact = report["compared"], report["exact"]
+  if exact is None:
+    return "same law, other draws: equal tokens are promised at temperature 0"
+  if exact:
+    return f"yes: all {found['equal_tokens']} tokens equal plain decoding"
+  first, dtype = found["first_difference"], report["model"]["dtype"]
+  turn = f" turn {first['turn'] + 1}" if first["turn"] else ""
+  return (
+    f"no: {found['different_answers']} of {found['turns']} answers differ,"
+    f" {first['id']!r}{turn} from token {first['token'] + 1} on ({dtype}:"
+    " logits that agree but for rounding can part)"
+  )
+
+
+def _acceptance(report):
+  """What became of the draft, in `metrics.Acceptance`'s definitions."""
+  if not report["tokens_per_call"]:
+    return []
+  K, counts = report["draft"]["K"], report["acceptance_histogram"]
+  most = f"{report['tokens_per_call']:.2f} of at most {K + 1}"
+  rows = [("tokens a call", most)]
+  if not K:
+    return rows
+  numbers = " ".join(map(_share, report["acceptance_by_position"]))
+  positions = f"position{'s 1 to' * (K > 1)} {K}"
+  bars = [
+    f"{n} {'█' * round(_BAR * count / max(counts))} {count}".replace("  ", " ")
+    for n, count in enumerate(counts)
+  ]
+  alpha = report["alpha"]
+  return rows + [
+    ("accepted", f"{numbers} ({positions})"),
+    ("histogram", f"{', '.join(bars)} (rounds)"),
+    ("alpha", "nothing was drafted" if alpha is None else f"{alpha:.2f}"),
+  ]
+
+
+def _share(x):
+  """.72: a share of one in three characters."""
+  return f"{x:.2f}".removeprefix("0")
+
+
+def _machine(report, runs):
+  """What it took beside decoding, and what it ran on."""
+  config, model = report["config"], report["model"]
+  peak, shown = report["peak_memory_bytes"], ("specjax", "jax", "flax")
+  versions = [f"{k} {report['versions'][k]}" for k in (*shown, "python")]
+  names = ("plain ", "speculative ") if len(runs) == 2 else ("",)
+  each = lambda key, digits: ", ".join(
+    f"{name}{run[key]:.{digits}f} s"
+    for name, run in zip(names, runs, strict=True)
+  )
+  return [
+    ("prefill", each("prefill_seconds", 2)),
+    ("compile", f"{each('compile_seconds', 1)} (not in the rates)"),
+    ("load", f"{model['load_seconds']:.1f} s"),
+    ("memory", f"{memory.human(peak)} at peak" if peak else "unknown"),
+    ("model", f"{short_name(config['target'])}, {_size(model)}"),
+    *([("draft", _draft(report))] if report["draft"] else []),
+    (
+      "program",
+      f"{model['dtype']}, batch {config['batch_size']}, {model['slots']} slots",
+    ),
+    ("sampling", f"{_sampling(config['sampling'])}, seed {config['seed']}"),
+    ("device", _device(report["device"])),
+    ("versions", ", ".join(versions)),
+  ]
+
+
+def _size(model):
+  return f"{model['parameters'] / 1e6:.4g} M parameters"
+
+
+def _draft(report):
+  draft, asked = report["draft"], report["config"]["draft"]
+  words = [draft["name"]]
+  if asked["weights"]:
+    words.append(short_name(asked["weights"]))
+  if draft["layers"]:
+    words.append(f"layers {','.join(map(str, draft['layers']))} of the target")
+  if draft["parameters"]:
+    words.append(_size(draft))
+  if draft["head"]:
+    words.append(f"a head of {draft['head']} ids")
+  if draft["name"] == "replay":
+    words.append(f"alpha {asked['alpha']:g}")
+  if asked["temperature"] >= 0:
+    words.append(f"temperature {asked['temperature']:g}")
+  words.append(f"{draft['K']} tokens a round, verifier {draft['verifier']}")
+  return ", ".join(words)
+
+
+def _sampling(values):
+  """The values that are in force; see `types.Sampling` for what is off."""
+  if values["temperature"] == 0:
+    return "greedy"
+  on = {
+    "temperature": True,
+    "top_k": values["top_k"] > 0,
+    "top_p": values["top_p"] < 1,
+    "min_p": values["min_p"] > 0,
+  }
+  return ", ".join(f"{name} {values[name]}" for name in on if on[name])
+
+
+def _device(device):
+  if device["platform"] == "cpu":
+    return f"{device['name']}, {device['cores']} cores"
+  more = f" (1 of {device['count']})" if device["count"] > 1 else ""
+  return f"{device['name']}{more}"
+
+
+def short_name(target):
+  """What a person calls a weight reference."""
+  if target == "random":
+    return "random weights"
+  path = target.partition("#")[0].rstrip("/")
+  if path.startswith("hf://"):
+    return path.removeprefix("hf://")
+  return path.rpartition("/")[2] or target

@@ -1,0 +1,146 @@
+"""The joint law of rounds with any drafter, by summing every outcome."""
+
+import itertools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import toy
+
+from specjax import generate, loop, request, types
+
+
+def joint_law(p, drafter, params, prompt, *, K, T, choices):
+  """{text of T tokens: probability} behind a prompt, over successive rounds.
+
+  Every draft, every side of every acceptance threshold and every next token
+  of a shipped round is a row of one batch; what follows goes on from the
+  states that it returned.
+
+  Args:
+    p: [V, V, V] float64, the target's law after (before, last).
+    drafter, params: the draft; what has a row for each row has one here.
+    choices: size of the draft's own vocabulary, 1 if it draws nothing.
+  """
+  target = toy.trigram(len(p))
+  with np.errstate(divide="ignore"):
+    table = jnp.asarray(np.log(p))
+  every = _outcomes(choices, K, len(p))
+  drawn, B = {}, len(every.draws)
+  run = _program(target, table, p, drafter, params, every, drawn)
+
+  ask = request.make([prompt], max_new=T + K, temperature=1.0)
+  draft = types.Draft(drafter, params, K)
+  start = loop.start(target, table, ask, max_new_tokens=T + K, draft=draft)
+  frontier, done = {(): (1.0, start)}, {}
+  while frontier:
+    text, (weight, state) = frontier.popitem()
+    drawn.clear()
+    new, w, q = jax.device_get(run(_rows(state, np.zeros(B, int))))
+    jax.effects_barrier()
+    assert choices == 1 or len(drawn) == K
+    for i, law in drawn.items():  # B05: drawn from what the proposal says
+      chance = np.asarray(law)[np.arange(B), every.draws[:, i]]
+      np.testing.assert_allclose(chance, q[:, i], atol=1e-6)
+    for row in np.flatnonzero(w):
+      full = tuple(new.tokens[row, len(prompt) : new.length[row]].tolist())
+      if len(full) >= T:
+        done[full[:T]] = done.get(full[:T], 0) + weight * w[row]
+        continue
+      old, _ = frontier.get(full, (0.0, None))
+      frontier[full] = old + weight * w[row], _rows(new, np.array([row]))
+  return done
+
+
+class Outcomes(NamedTuple):
+  """All that may happen in a round."""
+
+  draws: np.ndarray  # [B, K] in the draft's own vocabulary
+  sides: np.ndarray  # [B, K] 1 where u falls above the threshold
+  following: np.ndarray  # [B]
+
+
+def _outcomes(choices, K, V):
+  rows = itertools.product(
+    itertools.product(range(choices), repeat=K),
+    itertools.product((0, 1), repeat=K),
+    range(V),
+  )
+  draws, sides, following = zip(*rows, strict=True)
+  array = lambda x: np.array(x, np.int32).reshape(len(draws), -1)
+  return Outcomes(array(draws), array(sides), array(following)[:, 0])
+
+
+def _program(target, table, p, drafter, params, every, drawn):
+  """state -> (state, weight [B], q [B, K] of the drafts), one round older.
+
+  `drawn` receives the law [B, Vq] that each draw was given, by its place.
+  """
+  B, K = every.draws.shape
+
+  def draw(i, q):
+    # out of a fori_loop nothing can be returned; it can be sent
+    jax.debug.callback(lambda i, q: drawn.update({int(i): q}), i, q)
+    return jnp.asarray(every.draws)[:, i]
+
+  def thresholds(state, noise):
+    """u [B, K] on the wanted side of min(1, p / q), weight [B], q [B, K]."""
+    context = types.Context(state.tokens, state.length, state.sampling, K)
+    x, probs, length = drafter.propose(params, state.draft, context, noise)[0]
+    rows, i = jnp.arange(B)[:, None], jnp.arange(K)
+    seen = state.tokens[rows, state.length[:, None] - jnp.array([2, 1])]
+    seen = jnp.concatenate([seen, x], 1)
+    px = jnp.asarray(p)[seen[:, :K], seen[:, 1 : K + 1], x]
+    qx = probs[rows, i, x]
+    a = jnp.where(qx > 0, jnp.minimum(1, px / qx), 0)
+    weight = jnp.where(every.sides, 1 - a, a) * qx
+    # of what is not real one draw and one side stand for all
+    once = (every.draws == 0) & (every.sides == 0)
+    weight = jnp.where(i < length[:, None], weight, once).prod(1)
+    return jnp.where(every.sides, (a + 1) / 2, a / 2), weight, qx
+
+  @jax.jit
+  def run(state):
+    laws = []
+    following = jnp.asarray(every.following)
+    choose = lambda n, probs: laws.append(probs) or following
+    noise = types.Noise(draft=draw, accept=jnp.zeros((B, K)), next=choose)
+    u, weight, q = thresholds(state, noise)
+    noise = noise._replace(accept=u)
+    new = generate.round(
+      target, drafter, table, params, state, noise, num_draft=K
+    )
+    return new, weight * laws[0][jnp.arange(B), following], q
+
+  return run
+
+
+def target_law(p, prompt, T):
+  """The same of plain decoding."""
+  law = {}
+  for text in itertools.product(range(len(p)), repeat=T):
+    seen = (*prompt[-2:], *text)
+    law[text] = np.prod([p[seen[t : t + 3]] for t in range(T)])
+  return law
+
+
+def error(got, want):
+  assert set(got) <= set(want)
+  return max(abs(got.get(text, 0) - x) for text, x in want.items())
+
+
+def laws(V, seed=0):
+  """Random [V, V, V], some entries 0."""
+  rng = np.random.default_rng(seed)
+  p = rng.dirichlet(np.full(V, 0.7), (V, V))
+  p[rng.random(p.shape) < 0.15] = 0
+  p[p.sum(-1) == 0, 0] = 1
+  return p / p.sum(-1, keepdims=True)
+
+
+def _rows(state, rows):
+  """The state of some rows; what belongs to the whole batch stays."""
+  shared = dict(steps=state.steps, stop_ids=state.stop_ids)
+  per_row = state._replace(steps=(), stop_ids=())
+  return jax.tree.map(lambda x: x[rows], per_row)._replace(**shared)
