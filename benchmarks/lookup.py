@@ -1,9 +1,9 @@
 """Prompt lookup on real prompts at T = 0, plain decoding beside it.
 
-Each prompt is decoded by both, in turns; a prompt's ratio is the median of its
-turns' and S is the ratio of the summed medians. A small model that falls into a
-loop is easy to look up, so each answer's share of tokens inside an 8-gram that
-it has more than once is told, and the share inside one that the prompt has.
+Each prompt is decoded by both, in turns; S is the ratio of the medians' sums. A
+small model that falls into a loop is easy to look up, so each answer's share of
+tokens inside an 8-gram that it has more than once is told, and the share inside
+one that the prompt has.
 """
 
 import jax
@@ -14,6 +14,7 @@ import rich.table
 from benchmarks import clock
 from specjax import generate, metrics, prompts, request, types
 from specjax.drafters import ngram
+from specjax.errors import UserError
 
 _N = 8
 
@@ -48,7 +49,8 @@ def _compare(model, ids, max_new, draft, turns):
       seconds, answers[name] = _decode(model, ask, max_new, how)
       spent[name].append(seconds)
   same, out = answers.values()
-  assert (out.tokens == same.tokens).all(), "the answers differ"
+  if not (out.tokens == same.tokens).all():
+    raise UserError("plain and speculative decoding gave different answers")
   answer = out.tokens[0, : out.length[0]].tolist()
   found = metrics.acceptance(out, draft.num_draft)
   return {
@@ -98,48 +100,47 @@ def share(ids, grams):
   return float(inside.mean()) if ids else 0.0
 
 
+_COLUMNS = (
+  "prompt",
+  "its tokens",
+  "tokens",
+  "plain/s",
+  "S",
+  "a call",
+  "repeated",
+  "copied",
+)
+
+
 def table(found):
-  """One row a prompt, and one for all."""
-  result = rich.table.Table(
-    "prompt",
-    "prompt tokens",
-    "tokens",
-    "tokens/s",
-    "S",
-    "a call",
-    "alpha",
-    "repeated",
-    "copied",
-  )
-  rows = found["prompts"]
-  middle = lambda row, name: clock.median(row["seconds"][name])
+  """A row for each prompt, for each kind and for all."""
+  result = rich.table.Table(*_COLUMNS)
+  rows = [row for row in found["prompts"] if row["tokens"]]
   for row in rows:
-    ratio = clock.median_ratio(*row["seconds"].values())
-    result.add_row(
-      row["id"],
-      str(row["prompt_tokens"]),
-      str(row["tokens"]),
-      f"{row['tokens'] / middle(row, 'plain'):.1f}",
-      f"{ratio:.2f}",
-      f"{row['tokens_per_call']:.2f}",
-      "-" if row["alpha"] is None else f"{row['alpha']:.2f}",
-      f"{row['repeated']:.0%}",
-      f"{row['copied']:.0%}",
-    )
-  total = lambda name: sum(middle(row, name) for row in rows)
+    result.add_row(row["id"], *_cells([row]))
+  kinds = dict.fromkeys(row["kind"] for row in rows)
+  for kind in kinds if len(kinds) > 1 else ():
+    some = [row for row in rows if row["kind"] == kind]
+    result.add_row(f"all of {kind}", *_cells(some), style="bold")
+  result.add_row("all", *_cells(rows), style="bold")
+  return result
+
+
+def _cells(rows):
+  """Totals over some prompts, seconds being each prompt's median."""
+  seconds = {
+    name: sum(clock.median(row["seconds"][name]) for row in rows)
+    for name in ("plain", "speculative")
+  }
   tokens = sum(row["tokens"] for row in rows)
-  mean = lambda key: sum(row[key] * row["tokens"] for row in rows) / tokens
   calls = sum(row["tokens"] / row["tokens_per_call"] for row in rows)
-  result.add_row(
-    "all",
+  mean = lambda key: sum(row[key] * row["tokens"] for row in rows) / tokens
+  return (
     str(sum(row["prompt_tokens"] for row in rows)),
     str(tokens),
-    f"{tokens / total('plain'):.1f}",
-    f"{total('plain') / total('speculative'):.2f}",
+    f"{tokens / seconds['plain']:.1f}",
+    f"{seconds['plain'] / seconds['speculative']:.2f}",
     f"{tokens / calls:.2f}",
-    "",
     f"{mean('repeated'):.0%}",
     f"{mean('copied'):.0%}",
-    style="bold",
   )
-  return result

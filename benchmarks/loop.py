@@ -10,7 +10,9 @@ machine. The parts: `plain` (benchmarks/plain.py), `costs` and `replay`
 (benchmarks/speculation.py), `ngram` (benchmarks/lookup.py: real prompts).
 """
 
-import rich
+import sys
+
+import rich.console
 from absl import flags
 
 from benchmarks import clock, lookup, plain, speculation
@@ -31,20 +33,23 @@ _JSON = flags.DEFINE_string("json", None, "Write the numbers here.")
 def _run(part, model, config, out):
   """Measure one part, print its table and return its numbers."""
   turns = _TURNS.value
+  # a table that is piped is not squeezed into 80 columns
+  width = None if sys.stdout.isatty() else 100
+  show = rich.console.Console(width=width).print
   if part == "plain":
     variants = plain.variants(model, plain.STEPS)
     times = clock.measure(variants, turns, out)
-    rich.print(plain.table(times, plain.STEPS))
+    show(plain.table(times, plain.STEPS))
     return {"steps": plain.STEPS, "seconds": times}
   if part == "costs":
     times = clock.measure(speculation.cost_variants(model), turns, out)
-    rich.print(speculation.cost_table(times))
+    show(speculation.cost_table(times))
     return {"steps": speculation.STEPS, "seconds": times}
   if part == "replay":
     K = config.draft.num_tokens
     variants, accepted = speculation.replay_variants(model, K)
     times = clock.measure(variants, turns, out)
-    rich.print(speculation.replay_table(times, accepted, K))
+    show(speculation.replay_table(times, accepted, K))
     return {"num_draft": K, "seconds": times}
   todo = [
     prompt
@@ -54,7 +59,7 @@ def _run(part, model, config, out):
   if not todo:
     raise UserError(f"no prompt is of a kind in --kinds={_KINDS.value}")
   found = lookup.measure(model, todo, config, turns, out)
-  rich.print(lookup.table(found))
+  show(lookup.table(found))
   return found
 
 
