@@ -41,7 +41,7 @@ def _model(kind):
   # layers that matter: init's weights add next to nothing
   params = jax.tree.map(lambda x: x * 12 if x.ndim > 1 else x, params)
   target = transformer.make(config)
-  return load.Model(target, params, opened.tokenizer, opened.config)
+  return load.Model(target, params, opened.tokenizer, opened.config, config)
 
 
 KINDS = pytest.mark.parametrize("kind", ["tied", "untied", "untied here"])

@@ -26,7 +26,7 @@ class Opened(NamedTuple):
 
   config: transformer.Config
   tokenizer: tokenizer.Tokenizer
-  read: Callable  # (*, dtype, untie, track) -> (params, config)
+  read: Callable  # (*, dtype, untie, block, track) -> (params, config)
 
 
 class Model(NamedTuple):
@@ -36,6 +36,7 @@ class Model(NamedTuple):
   params: Any
   tokenizer: tokenizer.Tokenizer
   config: transformer.Config  # as the file has it
+  loaded: transformer.Config  # as the parameter tree has it
 
 
 def source(reference, console=None):
@@ -91,12 +92,20 @@ def random(architecture, *, seed=0):
   """
   config = families.from_hf(architecture, where="the architecture")
 
-  def read(*, dtype, untie, track):
+  def read(*, dtype, untie, track, block=0):
     del track  # made in one program
     params = transformer.init(config, jax.random.key(seed), dtype)
     if untie and config.tied:
       params["head"] = jnp.copy(params["embed"].T)
-    return params, weights.as_loaded(config, untie)
+    params = jax.tree_util.tree_map_with_path(
+      lambda path, x: (
+        jnp.copy(transformer.in_blocks(x, block))
+        if path[-1].key in ("kernel", "head")
+        else x
+      ),
+      params,
+    )
+    return params, weights.as_loaded(config, untie, block)
 
   return Opened(config, tokenizer.byte_level(config.vocab_size), read)
 
@@ -109,9 +118,11 @@ def model(reference, *, dtype=jnp.float32, track=lambda paths: paths):
     track: wraps the list of what is read, for a progress bar.
   """
   file = opened(reference) if isinstance(reference, str) else reference
-  params, config = file.read(dtype=dtype, untie=untie_here(), track=track)
+  params, config = file.read(
+    dtype=dtype, untie=untie_here(), block=block_here(), track=track
+  )
   target = transformer.make(config, jnp.dtype(dtype))
-  return Model(target, params, file.tokenizer, file.config)
+  return Model(target, params, file.tokenizer, file.config, config)
 
 
 def part(model, *, layers, ids=None):
@@ -129,8 +140,8 @@ def part(model, *, layers, ids=None):
   Raises:
     UserError: there is no such layer or id, or an id is given twice.
   """
-  whole, params = model.config, dict(model.params)
-  depth = whole.layers
+  config, params = model.loaded, dict(model.params)
+  depth = config.layers
   if not layers or not all(0 <= i < depth for i in layers):
     raise UserError(
       f"layers {tuple(layers)}: give some of the target's layers 0 to"
@@ -140,23 +151,33 @@ def part(model, *, layers, ids=None):
   for i in range(depth):
     del params[f"layer_{i}"]
   params |= {f"layer_{i}": layer for i, layer in enumerate(kept)}
-  config = dataclasses.replace(
-    whole, layers=len(layers), tied="head" not in params
-  )
+  config = dataclasses.replace(config, layers=len(layers))
   if ids is not None:
-    logits = whole.head_size or whole.vocab_size
-    if not ids or not all(0 <= i < logits for i in ids):
-      raise UserError(f"a head's ids must be in 0..{logits - 1}")
-    if len(set(ids)) < len(ids):
-      raise UserError("a head's ids must differ from each other")
-    at = jnp.array(ids)
-    tied = config.tied
-    head = params["embed"][at].T if tied else params["head"][:, at]
-    params["head"] = head
+    params["head"] = transformer.in_blocks(
+      _head(params, config, ids), config.block
+    )
     config = dataclasses.replace(config, tied=False, head_size=len(ids))
   # as in the model's own cache
   target = transformer.make(config, params["embed"].dtype)
-  return Model(target, params, model.tokenizer, config)
+  return Model(target, params, model.tokenizer, config, config)
+
+
+def _head(params, config, ids):
+  """The head [D, Vq] of some ids."""
+  logits = config.head_size or config.vocab_size
+  if not ids or not all(0 <= i < logits for i in ids):
+    raise UserError(f"a head's ids must be in 0..{logits - 1}")
+  if len(set(ids)) < len(ids):
+    raise UserError("a head's ids must differ from each other")
+  at = jnp.array(ids)
+  if config.tied:
+    return params["embed"][at].T
+  return transformer.whole(params["head"])[:, at]
+
+
+def block_here():
+  """Columns of a matrix's blocks: a cache line's multiple on a CPU, else 0."""
+  return 64 if jax.default_backend() == "cpu" else 0
 
 
 def untie_here():

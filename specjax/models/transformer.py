@@ -2,9 +2,9 @@
 
 RMSNorm before each block, rotary positions, grouped-query attention, SwiGLU
 (Touvron et al. 2023; Dubey et al. 2024). Layers are unrolled, each with its
-own arrays, and q/k/v and gate/up are one matrix each, input-major [in, out]:
-a decode step reads every weight once and XLA copies none of them. Nothing
-outside this file knows Flax.
+own arrays, and q/k/v and gate/up are one matrix each, input-major [in, out] or
+in blocks of columns: a decode step reads every weight once and XLA copies none
+of them. Nothing outside this file knows Flax.
 """
 
 import dataclasses
@@ -35,6 +35,7 @@ class Config:
   norm_eps: float = 1e-5
   tied: bool = False  # the head is the transposed embedding
   head_size: int | None = None  # logits of a trimmed head, None: vocab_size
+  block: int = 0  # columns of a block that matrices are stored in, 0: whole
   qkv_bias: bool = False
   out_bias: bool = False
   mlp_bias: bool = False
@@ -88,6 +89,51 @@ def attend(q, layer, mask):
   return out.reshape(B, T, H, d)
 
 
+def matrix_shape(inner, outer, block):
+  """How a matrix is stored: [in, out], or [out / block, in, block].
+
+  With a block it is so wherever the block divides `out`.
+  """
+  if not block or outer % block:
+    return (inner, outer)
+  return (outer // block, inner, block)
+
+
+def in_blocks(matrix, block):
+  """A matrix [in, out] as `matrix_shape` has it."""
+  shape = matrix_shape(*matrix.shape, block)
+  if len(shape) == 2:
+    return matrix
+  blocks, inner, _ = shape
+  return matrix.reshape(inner, blocks, block).transpose(1, 0, 2)
+
+
+def whole(matrix):
+  """[in, out] of a matrix that is stored either way."""
+  if matrix.ndim == 2:
+    return matrix
+  return matrix.transpose(1, 0, 2).reshape(matrix.shape[1], -1)
+
+
+def product(x, matrix, dtype=None):
+  """x [..., in] @ matrix -> [..., out], the matrix stored either way.
+
+  XLA's CPU backend multiplies 2 or more rows by first packing the matrix into
+  another array, which takes as long as reading it from memory. A block's packed
+  copy stays in the processor's cache. Many rows are bound by arithmetic, which
+  the whole matrix serves better.
+  """
+  rows = x.reshape(-1, x.shape[-1])
+  if matrix.ndim == 2 or len(rows) > _FEW:
+    return jnp.matmul(x, whole(matrix), preferred_element_type=dtype)
+  each = jnp.broadcast_to(rows, (len(matrix), *rows.shape))
+  y = jnp.matmul(each, matrix, preferred_element_type=dtype)
+  return y.transpose(1, 0, 2).reshape(*x.shape[:-1], -1)
+
+
+_FEW = 16  # rows up to which blocks are faster
+
+
 # Flax asks for an initialiser and takes the shape from it; `init` below makes
 # the values.
 _SHAPE_ONLY = nn.initializers.zeros
@@ -107,17 +153,18 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-  """x @ kernel + bias, the kernel stored [in, out]."""
+  """x @ kernel + bias."""
 
   features: int
   bias: bool = False
+  block: int = 0
 
   @nn.compact
   def __call__(self, x):
-    shape = (x.shape[-1], self.features)
-    y = x @ self.param("kernel", _SHAPE_ONLY, shape)
+    shape = matrix_shape(x.shape[-1], self.features, self.block)
+    y = product(x, self.param("kernel", _SHAPE_ONLY, shape))
     if self.bias:
-      y = y + self.param("bias", _SHAPE_ONLY, shape[1:])
+      y = y + self.param("bias", _SHAPE_ONLY, (self.features,))
     return y
 
 
@@ -132,7 +179,8 @@ class Layer(nn.Module):
     B, T, _ = x.shape
     y = RMSNorm(c.norm_eps, name="attn_norm")(x)
     heads = c.heads + 2 * c.kv_heads
-    y = Linear(heads * c.head_dim, c.qkv_bias, name="qkv")(y)
+    linear = functools.partial(Linear, block=c.block)
+    y = linear(heads * c.head_dim, c.qkv_bias, name="qkv")(y)
     y = y.reshape(B, T, heads, c.head_dim)
     turned = rotate(y[:, :, : c.heads + c.kv_heads], *angles)
     q, k = turned[:, :, : c.heads], turned[:, :, c.heads :]
@@ -142,13 +190,13 @@ class Layer(nn.Module):
     else:
       seen = cache = kv.write(cache, k, v, positions)
     y = attend(q, seen, mask).reshape(B, T, -1)
-    x = x + Linear(c.width, c.out_bias, name="out")(y)
+    x = x + linear(c.width, c.out_bias, name="out")(y)
 
     y = RMSNorm(c.norm_eps, name="mlp_norm")(x)
-    y = Linear(2 * c.hidden, c.mlp_bias, name="gate_up")(y)
+    y = linear(2 * c.hidden, c.mlp_bias, name="gate_up")(y)
     gate, up = jnp.split(y, 2, axis=-1)
     y = jax.nn.silu(gate) * up
-    return x + Linear(c.width, c.mlp_bias, name="down")(y), cache
+    return x + linear(c.width, c.mlp_bias, name="down")(y), cache
 
 
 class Transformer(nn.Module):
@@ -160,7 +208,7 @@ class Transformer(nn.Module):
     c = self.config
     self.embed = self.param("embed", _SHAPE_ONLY, (c.vocab_size, c.width))
     if not c.tied:
-      shape = (c.width, c.head_size or c.vocab_size)
+      shape = matrix_shape(c.width, c.head_size or c.vocab_size, c.block)
       self.head = self.param("head", _SHAPE_ONLY, shape)
     self.layers = [Layer(c, name=f"layer_{i}") for i in range(c.layers)]
     self.norm = RMSNorm(c.norm_eps)
@@ -186,7 +234,7 @@ class Transformer(nn.Module):
     head = self.embed.T if self.config.tied else self.head
     # narrow weights still give float32 logits, which decide the law
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
-    return jnp.matmul(hidden, head, preferred_element_type=wide)
+    return product(hidden, head, wide)
 
 
 def init(config, key, dtype=jnp.float32):

@@ -132,7 +132,7 @@ def checked(source):
   return source
 
 
-def load(source, *, dtype, untie=False, track=lambda leaves: leaves):
+def load(source, *, dtype, untie=False, block=0, track=lambda leaves: leaves):
   """Read the parameter tree of `source` onto the default device.
 
   Args:
@@ -141,29 +141,34 @@ def load(source, *, dtype, untie=False, track=lambda leaves: leaves):
     untie: give a tied model its own head, the transposed embedding. It costs
       one more [D, V] matrix and saves XLA's CPU backend from reading the
       embedding the slow way round in every step.
+    block: columns of a block that matrices are stored in, 0 for whole ones;
+      see `transformer.product`.
     track: wraps the list of leaves that is read, for a progress bar.
 
   Returns:
-    (params, config); the config says tied=False after `untie`.
+    (params, config); the config says tied=False after `untie`, and the block.
 
   Raises:
     UserError: the file cannot be read to its end.
   """
-  config = as_loaded(source.config, untie)
   params = {}
-  for leaf in track(plan(config)):
+  for leaf in track(plan(as_loaded(source.config, untie))):
     if leaf.path == ("head",) and source.config.tied:
       leaf = leaf._replace(parts={_EMBED: leaf.shape[::-1]})
     # JAX may keep this very buffer as its own, so nothing writes to it again.
     # Waiting for the copy, if it makes one, bounds the memory to one leaf more.
-    value = jax.block_until_ready(jax.device_put(_read(source, leaf, dtype)))
+    value = _read(source, leaf, dtype)
+    if leaf.path[-1] in ("kernel", "head"):
+      value = np.ascontiguousarray(transformer.in_blocks(value, block))
+    value = jax.block_until_ready(jax.device_put(value))
     _put(params, leaf.path, value)
-  return params, config
+  return params, as_loaded(source.config, untie, block)
 
 
-def as_loaded(config, untie):
+def as_loaded(config, untie, block=0):
   """The config of the parameter tree that `load` returns."""
-  return dataclasses.replace(config, tied=config.tied and not untie)
+  tied = config.tied and not untie
+  return dataclasses.replace(config, tied=tied, block=block)
 
 
 def _read(source, leaf, dtype):
