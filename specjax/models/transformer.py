@@ -131,7 +131,7 @@ def product(x, matrix, dtype=None):
   return y.transpose(1, 0, 2).reshape(*x.shape[:-1], -1)
 
 
-_FEW = 16  # rows up to which blocks are faster
+_FEW = 64  # rows up to which blocks are no slower
 
 
 # Flax asks for an initialiser and takes the shape from it; `init` below makes
