@@ -2,8 +2,8 @@
 
 `loop.start` prefills the prompts and `advance` runs the loop; `autoregressive`,
 `speculative` and `stream` drive those two programs, so streamed and unstreamed
-text are equal. `round` is the body of the speculative loop. Nothing comes back
-to the host inside either.
+text are equal. `rounds.round` is the body of the speculative loop. Nothing
+comes back to the host inside either.
 """
 
 import functools
@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from specjax import sampling, types, verify
+from specjax import sampling, types
 from specjax.loop import commit, num_slots, output, positions, start
+from specjax.rounds import draw_at, keyed_noise, round, score
 
 __all__ = [
   "advance",
@@ -27,12 +28,10 @@ __all__ = [
   "stream",
 ]
 
-# What a request's key is folded with for each use of a round; no token of an
-# answer, whose number plain decoding folds with, ever has such a number.
-_DRAFT, _ACCEPT, _NEXT = (np.uint32(2**32 - i) for i in (1, 2, 3))
 
-
-def autoregressive(target, params, request, *, max_new_tokens, slots=None):
+def autoregressive(
+  target, params, request, *, max_new_tokens, slots=None, logprobs=False
+):
   """Decode every row to its end, one token a target call.
 
   Token t of a row's answer is drawn from sampling.probabilities(logits) with
@@ -45,6 +44,7 @@ def autoregressive(target, params, request, *, max_new_tokens, slots=None):
     request: a `Request` of B rows.
     max_new_tokens: the width of the answer; a row's own max_new may be less.
     slots: cache slots, by default `num_slots`. Each (B, slots) is one program.
+    logprobs: also return the tokens' log-probabilities.
 
   Returns:
     `Output` of numpy arrays.
@@ -52,7 +52,7 @@ def autoregressive(target, params, request, *, max_new_tokens, slots=None):
   Raises:
     ValueError: a prompt is empty, or longer than the context or the slots.
   """
-  sizes = dict(max_new_tokens=max_new_tokens, slots=slots)
+  sizes = dict(max_new_tokens=max_new_tokens, slots=slots, logprobs=logprobs)
   return _to_the_end(target, params, request, None, sizes)
 
 
@@ -65,9 +65,10 @@ def speculative(
   *,
   num_draft,
   max_new_tokens,
-  verifier="token",
+  verifier="block",
   draft_sampling=None,
   slots=None,
+  logprobs=False,
 ):
   """Decode every row to its end, up to num_draft + 1 tokens a target call.
 
@@ -77,10 +78,12 @@ def speculative(
   and on the draft.
 
   Args:
-    target, params, request, max_new_tokens, slots: as in `autoregressive`.
+    target, params, request, max_new_tokens, slots, logprobs: as in
+      `autoregressive`.
     drafter: a `Drafter`; draft_params: its parameters.
     num_draft: K >= 0, drafted tokens a round. Each K is one program.
-    verifier: which function of `verify.py` judges them, "token".
+    verifier: which function of `verify.py` judges them: "block", "token", or
+      "coupled", whose output is that of `autoregressive`, token for token.
     draft_sampling: a `Sampling` of the draft, fields [B]; by default the
       request's. It changes how much is accepted, never the law.
 
@@ -93,7 +96,7 @@ def speculative(
   draft = types.Draft(
     drafter, draft_params, num_draft, verifier, draft_sampling
   )
-  sizes = dict(max_new_tokens=max_new_tokens, slots=slots)
+  sizes = dict(max_new_tokens=max_new_tokens, slots=slots, logprobs=logprobs)
   return _to_the_end(target, params, request, draft, sizes)
 
 
@@ -113,6 +116,7 @@ def stream(
   slots=None,
   chunk_steps=8,
   draft=None,
+  logprobs=False,
 ):
   """Decode, yielding the `Output` so far every `chunk_steps` target calls.
 
@@ -128,6 +132,7 @@ def stream(
     max_new_tokens=max_new_tokens,
     slots=slots,
     draft=draft,
+    logprobs=logprobs,
   )
   while True:
     state = advance(target, params, state, steps=chunk_steps, draft=draft)
@@ -179,7 +184,7 @@ def _speculate(
       params,
       draft_params,
       state,
-      _noise(state, num_draft),
+      keyed_noise(state, num_draft, verifier),
       num_draft=num_draft,
       verifier=verifier,
     )
@@ -203,114 +208,11 @@ def _step(target, params, state):
     params, token[:, None], positions(state, 1), state.cache
   )
   logits = target.unembed(params, hidden[:, 0])  # [B, V]
-  p = jax.vmap(sampling.probabilities)(logits, state.sampling)
-  t = state.length - state.prompt_length
-  keys = jax.vmap(jax.random.fold_in)(state.key, t)
-  token = jax.vmap(sampling.draw)(p, keys)
+  p = jax.vmap(sampling.probabilities)(logits, state.sampling, state.history)
+  token = draw_at(state, jnp.zeros_like(token), p)[:, None]
   finite = jnp.isfinite(p[:, 0])  # a broken row is NaN everywhere
-  state, _ = commit(
-    target, state._replace(cache=cache), token[:, None], finite, ~finite
-  )
-  return state
-
-
-def _noise(state, num_draft):
-  """The `Noise` of a round: no key serves twice, in no round and no row.
-
-  A row's own round is state.steps, since all rows start together.
-  """
-  fold = jax.vmap(jax.random.fold_in, (0, None))
-  keys = lambda tag: fold(fold(state.key, tag), state.steps)  # [B]
-  draft_keys, next_keys = keys(_DRAFT), keys(_NEXT)
-  # float32 by name: under jax_enable_x64 the default draws other bits
-  uniform = lambda key: jax.random.uniform(key, (num_draft,), jnp.float32)
-  return types.Noise(
-    draft=lambda i, q: jax.vmap(sampling.draw)(q, fold(draft_keys, i)),
-    accept=jax.vmap(uniform)(keys(_ACCEPT)),
-    next=lambda n, p: jax.vmap(sampling.draw)(p, next_keys),
-  )
-
-
-def round(
-  target,
-  drafter,
-  params,
-  draft_params,
-  state,
-  noise,
-  *,
-  num_draft,
-  verifier="token",
-):
-  """Propose, score, verify, sample the next token, commit.
-
-  The target is called once, on the last committed token and the K drafted
-  ones; what it emits has the law of plain decoding for every drafter
-  (`verify.token`). Rejected tokens leave stale cache slots behind the row's
-  length, which nothing sees.
-
-  Args:
-    target, drafter: `Target` and `Drafter`; params, draft_params: theirs.
-    state: a `loop.State` whose `draft` is the drafter's.
-    noise: a `Noise`, all the randomness that is used.
-    num_draft: K >= 0.
-    verifier: a function of `verify.py`, by its name.
-
-  Returns:
-    The state, one round older.
-  """
-  K, rows = num_draft, jnp.arange(len(state.tokens))
-  context = types.Context(state.tokens, state.length, state.draft_sampling, K)
-  proposal, draft = drafter.propose(draft_params, state.draft, context, noise)
-
-  last = state.tokens[rows, state.length - 1]
-  fed = jnp.concatenate([last[:, None], proposal.tokens], 1)  # [B, K + 1]
-  hidden, taps, cache = target.apply(
-    params, fed, positions(state, K + 1), state.cache, features=drafter.features
-  )
-  logits = target.unembed(params, hidden)  # [B, K + 1, V]
-  law = jax.vmap(sampling.probabilities, (0, None))  # one row's positions
-  p = jax.vmap(law)(logits, state.sampling)
-
-  verdict = jax.vmap(getattr(verify, verifier))(
-    p, proposal.probs, proposal.tokens, noise.accept, length=proposal.length
-  )
-  n = verdict.num_accepted  # [B]
-  following = noise.next(n, verdict.next_probs)  # [B]
-  i = jnp.arange(K + 1)
-  padded = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
-  tokens = jnp.where(i == n[:, None], following[:, None], padded)
-  finite = jnp.isfinite(verdict.next_probs[:, 0])
-
   before = state.length
   state, emitted = commit(
-    target, state._replace(cache=cache), tokens, n + finite, ~finite
+    target, state._replace(cache=cache), token, finite, ~finite
   )
-  state = _mark(state, before, emitted, n, _overlap(p, proposal))
-  outcome = types.Outcome(tokens, emitted, before, taps)
-  return state._replace(draft=drafter.commit(draft_params, draft, outcome))
-
-
-def _overlap(p, proposal):
-  """sum min(p, q) [B, K + 1] where a draft was tested, else NaN."""
-  K = proposal.tokens.shape[1]
-  overlap = jnp.minimum(p[:, :K], proposal.probs).sum(-1)
-  overlap = jnp.where(jnp.isfinite(overlap), overlap, 0)  # a broken q
-  real = jnp.arange(K) < proposal.length[:, None]
-  overlap = jnp.where(real, overlap, jnp.nan)
-  return jnp.pad(overlap, ((0, 0), (0, 1)), constant_values=jnp.nan)
-
-
-def _mark(state, before, emitted, num_accepted, overlap):
-  """Note beside the tokens of a round where they came from."""
-  rows = jnp.arange(len(state.tokens))[:, None]
-  i = jnp.arange(overlap.shape[1])
-  at = jnp.where(
-    i < emitted[:, None], before[:, None] + i, state.tokens.shape[1]
-  )
-  accepted = jnp.broadcast_to(i < num_accepted[:, None], at.shape)
-  overlap = overlap.astype(state.overlap.dtype)
-  return state._replace(
-    accepted=state.accepted.at[rows, at].set(accepted, mode="drop"),
-    overlap=state.overlap.at[rows, at].set(overlap, mode="drop"),
-  )
+  return score(state, before, emitted, token, logits[:, None], p[:, None])

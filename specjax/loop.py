@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import types
+from specjax import sampling, types
 from specjax.cache import PREFILL, prefill
 
 SLOT_STEP = 256  # slots come in multiples of this: one program a multiple
@@ -34,6 +34,8 @@ class State(NamedTuple):
   round: jax.Array  # [B, S] int32, the round that emitted each token
   accepted: jax.Array  # [B, S] bool, see types.Output
   overlap: jax.Array  # [B, S] float32, see types.Output
+  history: types.History | None  # fields [B, ...], None where none is needed
+  logprobs: types.Logprobs | None  # fields [B, S], None: not asked for
   draft: Any  # the drafter's state, None in plain decoding
   steps: jax.Array  # [] int32, target calls made
 
@@ -47,11 +49,21 @@ def num_slots(context, prompt_width, max_new_tokens):
   return -(-max(most, 1) // SLOT_STEP) * SLOT_STEP
 
 
-def start(target, params, request, *, max_new_tokens, slots=None, draft=None):
+def start(
+  target,
+  params,
+  request,
+  *,
+  max_new_tokens,
+  slots=None,
+  draft=None,
+  logprobs=False,
+):
   """Place the prompts and fill the caches for all but their last token.
 
   Args:
     draft: a `types.Draft` to speculate with, None for plain decoding.
+    logprobs: keep the emitted tokens' log-probabilities.
   """
   prompt = np.asarray(request.prompt, np.int32)
   length = np.asarray(request.length, np.int32)
@@ -74,12 +86,14 @@ def start(target, params, request, *, max_new_tokens, slots=None, draft=None):
     finish=np.where(max_new == 0, types.LENGTH, ended).astype(np.int32),
     key=request.key,
     sampling=_arrays(request.sampling),
-    draft_sampling=draft and _arrays(draft.sampling or request.sampling),
+    draft_sampling=draft and _of_draft(draft.sampling or request.sampling),
     stop_ids=np.asarray(request.stop_ids, np.int32),
     cache=None,
     round=np.zeros_like(tokens),
     accepted=np.zeros(tokens.shape, bool),
     overlap=np.full(tokens.shape, np.nan, np.float32),
+    history=None,
+    logprobs=_no_logprobs(tokens.shape) if logprobs else None,
     draft=None,
     steps=np.int32(0),
   )
@@ -90,12 +104,33 @@ def start(target, params, request, *, max_new_tokens, slots=None, draft=None):
 
 
 def _arrays(ask):
-  return types.Sampling(
-    temperature=np.asarray(ask.temperature, np.float32),
-    top_k=np.asarray(ask.top_k, np.int32),
-    top_p=np.asarray(ask.top_p, np.float32),
-    min_p=np.asarray(ask.min_p, np.float32),
+  """The sampling values as arrays of one dtype each, whatever they were."""
+  one = types.Sampling(
+    temperature=np.float32,
+    top_k=np.int32,
+    top_p=np.float32,
+    min_p=np.float32,
+    bias=np.float32,
+    penalties=types.Penalties(np.float32, np.float32, np.float32),
+    minimum=types.Minimum(np.int32, np.int32),
   )
+
+  def convert(dtype, value):
+    if isinstance(dtype, tuple):
+      return value and type(value)(*map(convert, dtype, value))
+    return None if value is None else np.asarray(value, dtype)
+
+  return convert(one, ask)
+
+
+def _of_draft(ask):
+  """A draft sees the temperature and truncation alone; the law is p's."""
+  return _arrays(ask._replace(bias=None, penalties=None, minimum=None))
+
+
+def _no_logprobs(shape):
+  nothing = lambda: np.full(shape, np.nan, np.float32)
+  return types.Logprobs(nothing(), nothing())
 
 
 def _check(target, prompt, length, max_new, max_new_tokens, slots):
@@ -154,9 +189,12 @@ def _check_draft(target, draft, length, max_new):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _prefill(target, params, state):
-  return state._replace(
-    cache=prefill(target, params, state.tokens, _fed(state))
-  )
+  cache = prefill(target, params, state.tokens, _fed(state))
+  if not sampling.needs_history(state.sampling):
+    return state._replace(cache=cache)
+  begin = jax.vmap(sampling.begin, (0, 0, None))
+  history = begin(state.tokens, state.length, target.vocab_size)
+  return state._replace(cache=cache, history=history)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -213,10 +251,18 @@ def commit(target, state, tokens, count, broken):
   finish = jnp.where((keep & is_stop).any(1), types.STOP, finish)
   rows = jnp.arange(B)[:, None]
   at = jnp.where(keep, state.length[:, None] + i, S)
+  history = state.history
+  if history is not None:
+    ids = jnp.where(keep, tokens, target.vocab_size)
+    history = history._replace(
+      counts=history.counts.at[rows, ids].add(1, mode="drop"),
+      generated=history.generated + emitted,
+    )
   return state._replace(
     tokens=state.tokens.at[rows, at].set(tokens, mode="drop"),
     round=state.round.at[rows, at].set(state.steps, mode="drop"),
     length=length,
+    history=history,
     finish=jnp.where(running, finish, state.finish).astype(jnp.int32),
     steps=state.steps + 1,
   ), emitted
@@ -231,6 +277,7 @@ def output(state, max_new_tokens):
       sampling=None,
       draft_sampling=None,
       stop_ids=None,
+      history=None,
       draft=None,
     )
   )
@@ -243,7 +290,10 @@ def output(state, max_new_tokens):
     tokens=answer(state.tokens, -1),
     length=count,
     finish_reason=state.finish,
-    logprobs=None,
+    logprobs=state.logprobs
+    and types.Logprobs(
+      *(answer(x, np.float32(np.nan)) for x in state.logprobs)
+    ),
     round=answer(state.round, -1),
     accepted=answer(state.accepted, False),
     overlap=answer(state.overlap, np.float32(np.nan)),

@@ -17,6 +17,11 @@ def make(
   top_k=0,
   top_p=1.0,
   min_p=0.0,
+  repetition_penalty=1.0,
+  presence_penalty=0.0,
+  frequency_penalty=0.0,
+  min_new_tokens=0,
+  bias=None,
   stop_ids=(),
   width=None,
   batch=None,
@@ -30,6 +35,10 @@ def make(
   Args:
     prompts: non-empty lists of token ids.
     max_new: most tokens to emit.
+    temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty,
+      frequency_penalty: see `sampling.probabilities`.
+    min_new_tokens: no stop id before so many tokens.
+    bias: [V] or [rows, V] added to the logits, -inf bans; see `bias_of`.
     stop_ids: at most STOP_IDS ids, any of which ends a row.
     width: columns of the padded prompt, by default the longest prompt's.
     batch: rows, by default len(prompts); the rest ask for nothing.
@@ -37,7 +46,13 @@ def make(
   Raises:
     ValueError: an empty prompt, or a value outside its range.
   """
-  check(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+  values = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+  penalties = dict(
+    repetition_penalty=repetition_penalty,
+    presence_penalty=presence_penalty,
+    frequency_penalty=frequency_penalty,
+  )
+  check(**values, **penalties, min_new_tokens=min_new_tokens)
   if len(stop_ids) > types.STOP_IDS:
     raise ValueError(
       f"at most {types.STOP_IDS} stop ids, got {len(stop_ids)}: {stop_ids}"
@@ -66,6 +81,10 @@ def make(
     return np.concatenate([x, np.full(spare, rest, dtype)])
 
   hashes = [zlib.crc32(row.tobytes()) for row in _ids(rows)]
+  stops = [*stop_ids, *([-1] * (types.STOP_IDS - len(stop_ids)))]
+  used = lambda value, off: (np.asarray(value) != off).any()
+  neutral = types.Penalties(1, 0, 0)
+  asked = types.Penalties(*penalties.values())
   return types.Request(
     prompt=prompt,
     length=length,
@@ -75,26 +94,69 @@ def make(
       top_k=fill(top_k, np.int32, 0),
       top_p=fill(top_p, np.float32, 1),
       min_p=fill(min_p, np.float32, 0),
+      bias=_bias(bias, len(prompts), spare),
+      penalties=types.Penalties(
+        *(
+          fill(x, np.float32, off)
+          for x, off in zip(asked, neutral, strict=True)
+        )
+      )
+      if any(map(used, asked, neutral))
+      else None,
+      minimum=types.Minimum(
+        tokens=fill(min_new_tokens, np.int32, 0),
+        stop_ids=np.tile(np.array(stops, np.int32), (B, 1)),
+      )
+      if used(min_new_tokens, 0)
+      else None,
     ),
-    stop_ids=np.array(
-      [*stop_ids, *([-1] * (types.STOP_IDS - len(stop_ids)))], np.int32
-    ),
+    stop_ids=np.array(stops, np.int32),
     max_new=fill(max_new, np.int32, 0),
   )
 
 
-def check(*, temperature, top_k, top_p, min_p):
+def bias_of(vocab_size, values, banned=()):
+  """Return the bias [V] of {token id: added logit} and some banned ids.
+
+  Raises:
+    ValueError: an id outside the vocabulary, or a value that is not finite.
+  """
+  bias = np.zeros(vocab_size, np.float32)
+  for token, value in [*values.items(), *((i, -np.inf) for i in banned)]:
+    if not 0 <= token < vocab_size:
+      raise ValueError(f"token id {token} is outside 0..{vocab_size - 1}")
+    if np.isnan(value) or value == np.inf:
+      raise ValueError(f"the bias of token {token} must be finite or -inf")
+    bias[token] += value
+  return bias
+
+
+def _bias(bias, rows, spare):
+  if bias is None:
+    return None
+  bias = np.asarray(bias, np.float32)
+  bias = np.broadcast_to(bias, (rows, bias.shape[-1]))
+  return np.concatenate([bias, np.zeros((spare, bias.shape[-1]), np.float32)])
+
+
+def check(**values):
   """Raise ValueError, naming the value, where one is outside its range."""
-  del top_k  # any integer: <= 0 and >= V both mean off
-  rules = (
-    ("temperature", temperature, lambda x: x >= 0, ">= 0 and finite"),
-    ("top_p", top_p, lambda x: (x > 0) & (x <= 1), "in (0, 1]"),
-    ("min_p", min_p, lambda x: (x >= 0) & (x <= 1), "in [0, 1]"),
-  )
-  for name, value, holds, rule in rules:
+  for name, value in values.items():
+    rule, holds = _RULES.get(name, (None, None))  # any integer top_k will do
     x = np.asarray(value, float)
-    if not (np.isfinite(x) & holds(x)).all():
+    if holds is not None and not (np.isfinite(x) & holds(x)).all():
       raise ValueError(f"{name} must be {rule}, got {value}")
+
+
+_RULES = {
+  "temperature": (">= 0 and finite", lambda x: x >= 0),
+  "top_p": ("in (0, 1]", lambda x: (x > 0) & (x <= 1)),
+  "min_p": ("in [0, 1]", lambda x: (x >= 0) & (x <= 1)),
+  "repetition_penalty": ("> 0 and finite", lambda x: x > 0),
+  "presence_penalty": ("finite", lambda x: x == x),
+  "frequency_penalty": ("finite", lambda x: x == x),
+  "min_new_tokens": (">= 0", lambda x: x >= 0),
+}
 
 
 def _ids(rows):

@@ -10,11 +10,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from specjax.types import History
+
 _BLOCK = 256  # tokens in a block of `draw`
 
 
 def probabilities(logits, params, history=None):
   """Return the law of the next token under temperature and truncation.
+
+  The logits are first changed (`_penalised`): bias added; the stop ids banned
+  before the minimum; tokens of prompt or answer divided by `repetition` if
+  positive, else multiplied (Keskar et al. 2019); then presence * [generated]
+  and frequency * (times generated) subtracted.
 
   In this order, as transformers and vLLM do: softmax(logits / temperature);
   the top_k most likely tokens; the smallest set of them with at least top_p
@@ -28,14 +35,14 @@ def probabilities(logits, params, history=None):
   Args:
     logits: [V], of any float dtype; float64 is kept, others become float32.
     params: `Sampling` of one row.
-    history: must be None; penalties will read it.
+    history: `History` at this position; needed by penalties and a minimum.
 
   Returns:
-    [V] probabilities. All NaN if a logit is NaN or +inf, so that a broken
-    model is seen and never sampled.
+    [V] probabilities. All NaN if a logit is NaN or +inf or none is above -inf,
+    so that a broken model is seen and never sampled.
   """
-  assert history is None, "penalties are not written yet"
   logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))  # [V]
+  logits = _penalised(logits, params, history)
   (V,) = logits.shape
   largest = logits.max()
   greedy = params.temperature <= 0
@@ -53,6 +60,55 @@ def probabilities(logits, params, history=None):
   p = jnp.where(truncated, kept / kept.sum(), p)
   return jnp.where(
     jnp.isfinite(largest), jnp.where(greedy, one_hot, p), jnp.nan
+  )
+
+
+def _penalised(logits, params, history):
+  """The logits [V] after bias, minimum and penalties."""
+  if params.bias is not None:
+    logits = logits + params.bias
+  if params.minimum is not None:
+    ids = params.minimum.stop_ids  # padded with -1, which is no token
+    ids = jnp.where(history.generated < params.minimum.tokens, ids, -1)
+    logits = logits.at[ids].set(
+      -jnp.inf, mode="drop", wrap_negative_indices=False
+    )
+  if params.penalties is not None:
+    repetition, presence, frequency = params.penalties
+    there = history.counts > 0
+    divided = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits = jnp.where(there | history.in_prompt, divided, logits)
+    logits = logits - presence * there - frequency * history.counts
+  return logits
+
+
+def needs_history(params):
+  """Whether `probabilities` looks at a history."""
+  return params.penalties is not None or params.minimum is not None
+
+
+def begin(tokens, length, vocab_size):
+  """The `History` of a prompt: the first `length` of tokens [S]."""
+  real = jnp.arange(len(tokens)) < length
+  ids = jnp.where(real, tokens, vocab_size)
+  in_prompt = jnp.zeros(vocab_size, bool).at[ids].set(True, mode="drop")
+  return History(in_prompt, jnp.zeros(vocab_size, jnp.int32), jnp.int32(0))
+
+
+def extend(history, tokens):
+  """Return the histories behind each prefix of tokens [K]: fields [K + 1].
+
+  A drafted token counts for the positions behind it, as if it were accepted:
+  these are the histories that plain decoding would have there.
+  """
+  (K,) = tokens.shape
+  (V,) = history.counts.shape
+  more = (tokens[:, None] == jnp.arange(V)).astype(jnp.int32)  # [K, V]
+  more = jnp.concatenate([jnp.zeros((1, V), jnp.int32), jnp.cumsum(more, 0)])
+  return History(
+    in_prompt=jnp.broadcast_to(history.in_prompt, (K + 1, V)),
+    counts=history.counts + more,
+    generated=history.generated + jnp.arange(K + 1),
   )
 
 

@@ -40,6 +40,40 @@ class Sampling(NamedTuple):
   top_k: jax.Array  # [] int32, <= 0 is off
   top_p: jax.Array  # [] float32 in (0, 1], 1 is off
   min_p: jax.Array  # [] float32 in [0, 1], 0 is off
+  # None where no row of a request uses it: a program of its own without it
+  bias: jax.Array | None = None  # [V] float32 added to the logits, -inf bans
+  penalties: "Penalties | None" = None
+  minimum: "Minimum | None" = None
+
+
+class Penalties(NamedTuple):
+  """What tokens pay for having been there; see `sampling.probabilities`."""
+
+  repetition: jax.Array  # [] float32 > 0, 1 is off
+  presence: jax.Array  # [] float32, 0 is off
+  frequency: jax.Array  # [] float32, 0 is off
+
+
+class Minimum(NamedTuple):
+  """No end before so many tokens."""
+
+  tokens: jax.Array  # [] int32, 0 is off
+  stop_ids: jax.Array  # [STOP_IDS] int32, banned until then
+
+
+class History(NamedTuple):
+  """What penalties and `Minimum` look at: the tokens before a position."""
+
+  in_prompt: jax.Array  # [V] bool
+  counts: jax.Array  # [V] int32, how often each was generated
+  generated: jax.Array  # [] int32
+
+
+class Logprobs(NamedTuple):
+  """Of the emitted tokens."""
+
+  raw: jax.Array  # [B, N] float32, log softmax of the logits
+  law: jax.Array  # [B, N] float32, log of the law that was sampled
 
 
 class Request(NamedTuple):
@@ -80,7 +114,7 @@ class Output(NamedTuple):
   tokens: jax.Array  # [B, N] int32, -1 behind a row's length
   length: jax.Array  # [B] int32, tokens emitted
   finish_reason: jax.Array  # [B] int32, see FINISH_REASONS
-  logprobs: Any  # [B, N] or None when they were not asked for
+  logprobs: Logprobs | None  # NaN behind the end; None: not asked for
   round: jax.Array  # [B, N] int32, which target call emitted it, -1 behind
   accepted: jax.Array  # [B, N] bool, the token is the draft's
   # [B, N] float32, sum min(p, q) of the laws that were compared for the token;
@@ -151,5 +185,5 @@ class Draft(NamedTuple):
   drafter: Drafter
   params: Any  # the drafter's
   num_draft: int  # K >= 0
-  verifier: str = "token"  # a function of `verify.py`
+  verifier: str = "block"  # a function of `verify.py`
   sampling: Sampling | None = None  # of the draft, fields [B]; None: the rows'

@@ -43,6 +43,68 @@ def token(p, q, draft, u, *, length=None):
   return Verdict(n, _residual(p[n], q_next))
 
 
+def block(p, q, draft, u, *, length=None):
+  """Judge the drafted tokens together: keep the longest prefix that passes.
+
+  With pi_0 = 1 and pi_i = min(1, pi_{i-1} p_i(x_i) / q_i(x_i)), a prefix of i
+  tokens passes if u_i < h_i, where
+
+    S_i = sum max(0, pi_i p_{i+1} - q_{i+1}),   h_i = S_i / (S_i + 1 - pi_i),
+
+  h_K = pi_K, and the empty prefix always does. Behind the longest one that
+  passes the law is norm(max(0, pi_i p_{i+1} - q_{i+1})), behind all K p_{K+1}:
+  q_{K+1} = 0 makes these the same two formulas. Its expected length is never
+  less than `token`'s. (Sun et al. 2025, "Block verification accelerates
+  speculative decoding", Algorithm 2.)
+
+  Arguments, result and what counts as a rejection are those of `token`; u[i] is
+  compared with h_{i+1}. For K = 1 and for one-hot p both accept alike.
+  """
+  K, _ = q.shape
+  q = _usable(q, K if length is None else length)
+  i = jnp.arange(K)
+  p_draft, q_draft = p[i, draft], q[i, draft]  # [K]
+  possible = (q_draft > 0) & (p_draft > 0)  # a NaN is not
+  ratio = jnp.where(possible, p_draft / jnp.where(possible, q_draft, 1), 0)
+  ratio = jnp.minimum(ratio, jnp.finfo(p.dtype).max)  # or 0 * inf is NaN
+  pi = [jnp.ones((), p.dtype)]
+  for r in ratio:
+    pi.append(jnp.minimum(1, pi[-1] * r))
+  pi = jnp.stack(pi)  # [K + 1]
+  q = jnp.concatenate([q, jnp.zeros_like(p[:1])])  # [K + 1, V]
+  S = jnp.maximum(pi[:, None] * p - q, 0).sum(1)  # [K + 1]
+  below = S + 1 - pi  # 0 only where p = q follows a prefix that must pass
+  h = jnp.where(below > 0, S / jnp.where(below > 0, below, 1), 1)
+  # Behind i tokens the target is broken: the block ends there, as if q = 0.
+  h = jnp.where(jnp.isnan(S), pi, h)
+  passes = jnp.concatenate([jnp.ones(1, bool), u < h[1:]])
+  n = (passes * jnp.arange(K + 1)).max().astype(jnp.int32)
+  return Verdict(n, _residual(pi[n] * p[n], q[n]))
+
+
+def coupled(draft, sample, *, length=None):
+  """Keep the draft while it says what the target itself has drawn.
+
+  The target draws a token for each position, with the noise that plain decoding
+  uses there, and those draws are the output: any draft leaves it unchanged. The
+  draft draws with the same noise, so that it often agrees. (Daliri et al.
+  2024, "Coupling without communication".)
+
+  Args:
+    draft: [K] int32 drafted tokens.
+    sample: [K + 1] int32, the target's own draw behind each prefix.
+    length: [] how many drafted tokens are real, by default K.
+
+  Returns:
+    `Verdict` whose next_probs is None: the next token is
+    sample[num_accepted].
+  """
+  (K,) = draft.shape
+  real = jnp.arange(K) < (K if length is None else length)
+  same = (real & (draft == sample[:K])).astype(jnp.int32)
+  return Verdict(jnp.cumprod(same).sum().astype(jnp.int32), None)
+
+
 def _usable(q, length):
   """q [K, V] with 0 for the rows that are not real or not finite."""
   real = (jnp.arange(len(q)) < length) & jnp.isfinite(q).all(1)

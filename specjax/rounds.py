@@ -1,0 +1,179 @@
+"""One round of speculation: propose, score, verify, sample, commit.
+
+`round` is the body of the speculative loop and `keyed_noise` all of its
+randomness, so that a test can put its own in place and sum over every outcome.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import sampling, types, verify
+from specjax.loop import commit, positions
+
+# What a request's key is folded with for each use of a round; no token of an
+# answer, whose number plain decoding folds with, ever has such a number.
+_DRAFT, _ACCEPT, _NEXT = (np.uint32(2**32 - i) for i in (1, 2, 3))
+
+_VERIFIERS = {"token": verify.token, "block": verify.block}
+
+
+def round(
+  target,
+  drafter,
+  params,
+  draft_params,
+  state,
+  noise,
+  *,
+  num_draft,
+  verifier="block",
+):
+  """Propose, score, verify, sample the next token, commit.
+
+  The target is called once, on the last committed token and the K drafted
+  ones; what it emits has the law of plain decoding for every drafter
+  (`verify.py`). Rejected tokens leave stale cache slots behind the row's
+  length, which nothing sees.
+
+  Args:
+    target, drafter: `Target` and `Drafter`; params, draft_params: theirs.
+    state: a `loop.State` whose `draft` is the drafter's.
+    noise: a `Noise`, all the randomness that is used.
+    num_draft: K >= 0.
+    verifier: a function of `verify.py`, by its name.
+
+  Returns:
+    The state, one round older.
+  """
+  K, rows = num_draft, jnp.arange(len(state.tokens))
+  context = types.Context(state.tokens, state.length, state.draft_sampling, K)
+  proposal, draft = drafter.propose(draft_params, state.draft, context, noise)
+
+  last = state.tokens[rows, state.length - 1]
+  fed = jnp.concatenate([last[:, None], proposal.tokens], 1)  # [B, K + 1]
+  hidden, taps, cache = target.apply(
+    params, fed, positions(state, K + 1), state.cache, features=drafter.features
+  )
+  logits = target.unembed(params, hidden)  # [B, K + 1, V]
+  p = _laws(logits, state, proposal.tokens)
+
+  n, following = _judge(verifier, p, proposal, noise)  # [B], [B]
+  i = jnp.arange(K + 1)
+  padded = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
+  tokens = jnp.where(i == n[:, None], following[:, None], padded)
+  finite = jnp.isfinite(p[rows, n, 0])  # a broken law is NaN everywhere
+
+  before = state.length
+  state, emitted = commit(
+    target, state._replace(cache=cache), tokens, n + finite, ~finite
+  )
+  state = _mark(state, before, emitted, n, _overlap(p, proposal))
+  state = score(state, before, emitted, tokens, logits, p)
+  outcome = types.Outcome(tokens, emitted, before, taps)
+  return state._replace(draft=drafter.commit(draft_params, draft, outcome))
+
+
+def _laws(logits, state, drafted):
+  """p [B, K + 1, V]: at each position what plain decoding would have there."""
+  if state.history is None:
+    law = jax.vmap(sampling.probabilities, (0, None))  # one row's positions
+    return jax.vmap(law)(logits, state.sampling)
+  histories = jax.vmap(sampling.extend)(state.history, drafted)
+  law = jax.vmap(sampling.probabilities, (0, None, 0))
+  return jax.vmap(law)(logits, state.sampling, histories)
+
+
+def _judge(verifier, p, proposal, noise):
+  """How many drafted tokens are kept [B], and the token behind them [B]."""
+  draft, length = proposal.tokens, proposal.length
+  if verifier == "coupled":
+    B, N, _ = p.shape
+    sample = [noise.next(jnp.full(B, i), p[:, i]) for i in range(N)]
+    sample = jnp.stack(sample, 1)  # [B, K + 1]
+    # nothing is drawn from a broken law, so the draft ends before one
+    whole = jnp.isfinite(p[:, :, 0]).astype(jnp.int32)
+    length = jnp.minimum(length, jnp.cumprod(whole, 1).sum(1))
+    verdict = jax.vmap(verify.coupled)(draft, sample, length=length)
+    n = verdict.num_accepted
+    return n, sample[jnp.arange(B), n]
+  verdict = jax.vmap(_VERIFIERS[verifier])(
+    p, proposal.probs, draft, noise.accept, length=length
+  )
+  n = verdict.num_accepted
+  return n, noise.next(n, verdict.next_probs)
+
+
+def _overlap(p, proposal):
+  """sum min(p, q) [B, K + 1] where a draft was tested, else NaN."""
+  K = proposal.tokens.shape[1]
+  overlap = jnp.minimum(p[:, :K], proposal.probs).sum(-1)
+  overlap = jnp.where(jnp.isfinite(overlap), overlap, 0)  # a broken q
+  real = jnp.arange(K) < proposal.length[:, None]
+  overlap = jnp.where(real, overlap, jnp.nan)
+  return jnp.pad(overlap, ((0, 0), (0, 1)), constant_values=jnp.nan)
+
+
+def _places(state, before, emitted, width):
+  """Indices rows, at of the emitted ones of a round's [B, width] tokens."""
+  i = jnp.arange(width)
+  S = state.tokens.shape[1]  # outside: not written
+  at = jnp.where(i < emitted[:, None], before[:, None] + i, S)
+  return jnp.arange(len(at))[:, None], at
+
+
+def score(state, before, emitted, tokens, logits, p):
+  """Note the log-probabilities of the emitted ones of tokens [B, N]."""
+  if state.logprobs is None:
+    return state
+  rows, at = _places(state, before, emitted, tokens.shape[1])
+  chosen = lambda x: jnp.take_along_axis(x, tokens[..., None], -1)[..., 0]
+  raw = chosen(logits) - jax.nn.logsumexp(logits, -1)
+  put = lambda into, x: into.at[rows, at].set(x, mode="drop")
+  old = state.logprobs
+  return state._replace(
+    logprobs=types.Logprobs(put(old.raw, raw), put(old.law, jnp.log(chosen(p))))
+  )
+
+
+def _mark(state, before, emitted, num_accepted, overlap):
+  """Note beside the tokens of a round where they came from."""
+  rows, at = _places(state, before, emitted, overlap.shape[1])
+  i = jnp.arange(overlap.shape[1])
+  accepted = jnp.broadcast_to(i < num_accepted[:, None], at.shape)
+  overlap = overlap.astype(state.overlap.dtype)
+  return state._replace(
+    accepted=state.accepted.at[rows, at].set(accepted, mode="drop"),
+    overlap=state.overlap.at[rows, at].set(overlap, mode="drop"),
+  )
+
+
+def keyed_noise(state, num_draft, verifier):
+  """The `Noise` of a round: no key serves twice, in no round and no row.
+
+  A row's own round is state.steps, since all rows start together. Coupled
+  draws of draft and target share their noise on purpose: that of the token.
+  """
+  if verifier == "coupled":
+    return types.Noise(
+      draft=lambda i, q: draw_at(state, i, q),
+      accept=None,
+      next=lambda i, p: draw_at(state, i, p),
+    )
+  fold = jax.vmap(jax.random.fold_in, (0, None))
+  keys = lambda tag: fold(fold(state.key, tag), state.steps)  # [B]
+  draft_keys, next_keys = keys(_DRAFT), keys(_NEXT)
+  # float32 by name: under jax_enable_x64 the default draws other bits
+  uniform = lambda key: jax.random.uniform(key, (num_draft,), jnp.float32)
+  return types.Noise(
+    draft=lambda i, q: jax.vmap(sampling.draw)(q, fold(draft_keys, i)),
+    accept=jax.vmap(uniform)(keys(_ACCEPT)),
+    next=lambda n, p: jax.vmap(sampling.draw)(p, next_keys),
+  )
+
+
+def draw_at(state, i, p):
+  """Draw from p [B, V] as plain decoding does i [B] tokens further on."""
+  t = state.length - state.prompt_length + i
+  keys = jax.vmap(jax.random.fold_in)(state.key, t)
+  return jax.vmap(sampling.draw)(p, keys)
