@@ -161,7 +161,7 @@ def _propose_loop(drafter, K, steps):
   @jax.jit
   def run(params, state):
     def step(i, carry):
-      noise = generate._noise(state._replace(steps=i), K)
+      noise = generate.keyed_noise(state._replace(steps=i), K, "token")
       context = types.Context(
         state.tokens, state.length + i, state.draft_sampling, K
       )

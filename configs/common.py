@@ -17,7 +17,7 @@ def decoding():
     temperature=-1.0,  # of lm's draws; below 0: the target's. Any is exact
     alpha=0.8,  # replay: the share of the plain run's tokens that is kept
   )
-  c.verifier = "token"  # a function of specjax/verify.py
+  c.verifier = "block"  # or token, coupled: a function of specjax/verify.py
   c.prompt = ""  # one text, "-" for standard input
   c.prompts = dict(
     path="",  # JSONL, "-" for standard input; wins over prompt

@@ -15,8 +15,6 @@ from specjax.loop import commit, positions
 # answer, whose number plain decoding folds with, ever has such a number.
 _DRAFT, _ACCEPT, _NEXT = (np.uint32(2**32 - i) for i in (1, 2, 3))
 
-_VERIFIERS = {"token": verify.token, "block": verify.block}
-
 
 def round(
   target,
@@ -97,7 +95,7 @@ def _judge(verifier, p, proposal, noise):
     verdict = jax.vmap(verify.coupled)(draft, sample, length=length)
     n = verdict.num_accepted
     return n, sample[jnp.arange(B), n]
-  verdict = jax.vmap(_VERIFIERS[verifier])(
+  verdict = jax.vmap(getattr(verify, verifier))(
     p, proposal.probs, draft, noise.accept, length=length
   )
   n = verdict.num_accepted

@@ -8,7 +8,7 @@ from specjax.runtime import DTYPES
 
 DECODERS = ("autoregressive", "speculative")  # in the order they are played in
 _DRAFTS = ("lm", "ngram", "replay")
-_VERIFIERS = ("token",)
+_VERIFIERS = ("block", "token", "coupled")
 
 
 def decoders(config):

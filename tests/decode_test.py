@@ -258,7 +258,7 @@ def test_standard_input(cache):
     (["--config.target=none.gguf"], "none.gguf does not exist"),
     (["--config.architecture.model_type=lama"], "'lama' is not supported"),
     (["--config.decoder=spec"], "both, autoregressive, speculative: 'spec'"),
-    (["--config.verifier=block"], "verifier must be one of token: 'block'"),
+    (["--config.verifier=blok"], "'blok'; did you mean block?"),
     (["--config.draft.name=ngrm"], "did you mean ngram?"),
     (["--config.draft.name=lm"], "needs one of --config.draft.weights"),
     ([*ITSELF, "--config.draft.weights=x"], "got weights and layers"),

@@ -17,7 +17,7 @@ import round_test
 import toy
 from scipy import stats
 
-from specjax import generate, loop, request, sampling, verify
+from specjax import generate, loop, request, rounds, sampling, verify
 from specjax.drafters import lm
 
 V, K, T = 3, 2, 3  # ids, drafted tokens a round, tokens of an answer
@@ -65,6 +65,7 @@ def chi_square(top_p=1.0):
     ask,
     num_draft=K,
     max_new_tokens=T,
+    verifier="token",
     slots=64,
   )
   assert (out.length == T).all()
@@ -106,7 +107,7 @@ SEEDS = [0, 0, 0, 1]
 
 
 def _state(prompts, seed, steps):
-  """Of a batch after some rounds: what `_noise` reads."""
+  """Of a batch after some rounds: what `keyed_noise` reads."""
   ask = request.make(prompts, max_new=T, seed=seed, temperature=1.0)
   state = generate.start(_target(), jnp.zeros((V,) * 3), ask, max_new_tokens=T)
   return state._replace(steps=jnp.int32(steps))
@@ -121,7 +122,7 @@ def _keys_of(state, num_draft):
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(sampling, "draw", lambda p, key: data(key))
     patch.setattr(jax.random, "uniform", lambda key, *rest: data(key))
-    noise = generate._noise(state, num_draft)
+    noise = generate.keyed_noise(state, num_draft, "token")
     law = jnp.ones((len(state.key), V))
     drafts = [noise.draft(i, law) for i in range(num_draft)]
     n = jnp.zeros(len(law), jnp.int32)
@@ -162,14 +163,14 @@ def test_shipped_code(check):
 
 def test_no_token_has_the_number_of_a_tag():
   """Keys of plain decoding are folded with the number of a token."""
-  tags = {int(tag) for tag in (generate._DRAFT, generate._ACCEPT)}
-  tags.add(int(generate._NEXT))
+  tags = {int(tag) for tag in (rounds._DRAFT, rounds._ACCEPT)}
+  tags.add(int(rounds._NEXT))
   assert len(tags) == 3 and min(tags) > np.iinfo(np.int32).max
 
 
 # Faults in the keys: the noise of a round, made wrongly.
 
-_NOISE = generate._noise
+_NOISE = generate.keyed_noise
 _fold = jax.vmap(jax.random.fold_in, (0, None))
 
 
@@ -177,55 +178,63 @@ def _draw(p, keys):
   return jax.vmap(sampling.draw)(p, keys)
 
 
-def _one_u(state, num_draft):
+def _one_u(state, num_draft, verifier):
   """One u for all positions: each token has its law, two together do not."""
-  noise = _NOISE(state, num_draft)
+  del verifier
+  noise = _NOISE(state, num_draft, "token")
   u = jnp.broadcast_to(noise.accept[:, :1], noise.accept.shape)
   return noise._replace(accept=u)
 
 
-def _next_has_the_key_of_a_draft(state, num_draft):
+def _next_has_the_key_of_a_draft(state, num_draft, verifier):
   """B07: of the draft at the place that is drawn again."""
-  keys = _fold(_fold(state.key, generate._DRAFT), state.steps)
+  del verifier
+  keys = _fold(_fold(state.key, rounds._DRAFT), state.steps)
 
   def following(n, probs):
     return _draw(probs, jax.vmap(jax.random.fold_in)(keys, n))
 
-  return _NOISE(state, num_draft)._replace(next=following)
+  return _NOISE(state, num_draft, "token")._replace(next=following)
 
 
-def _next_has_the_key_of_the_first_draft(state, num_draft):
-  keys = _fold(_fold(state.key, generate._DRAFT), state.steps)
+def _next_has_the_key_of_the_first_draft(state, num_draft, verifier):
+  del verifier
+  keys = _fold(_fold(state.key, rounds._DRAFT), state.steps)
   following = lambda n, probs: _draw(probs, _fold(keys, 0))
-  return _NOISE(state, num_draft)._replace(next=following)
+  return _NOISE(state, num_draft, "token")._replace(next=following)
 
 
-def _rounds_share_keys(state, num_draft):
-  return _NOISE(state._replace(steps=0 * state.steps), num_draft)
+def _rounds_share_keys(state, num_draft, verifier):
+  del verifier
+  return _NOISE(state._replace(steps=0 * state.steps), num_draft, "token")
 
 
-def _drafts_share_a_key(state, num_draft):
-  noise = _NOISE(state, num_draft)
+def _drafts_share_a_key(state, num_draft, verifier):
+  del verifier
+  noise = _NOISE(state, num_draft, "token")
   return noise._replace(draft=lambda i, q: noise.draft(0, q))
 
 
-def _rows_share_keys(state, num_draft):
+def _rows_share_keys(state, num_draft, verifier):
+  del verifier
   first = jnp.broadcast_to(state.key[:1], state.key.shape)
-  return _NOISE(state._replace(key=first), num_draft)
+  return _NOISE(state._replace(key=first), num_draft, "token")
 
 
 # Faults in the laws.
 
 
-def _argmax_draft(state, num_draft):
+def _argmax_draft(state, num_draft, verifier):
   """B05: the most likely token is drafted, q says that it was drawn."""
+  del verifier
   draft = lambda i, q: jnp.argmax(q, -1).astype(jnp.int32)
-  return _NOISE(state, num_draft)._replace(draft=draft)
+  return _NOISE(state, num_draft, "token")._replace(draft=draft)
 
 
-def _cold_draft(state, num_draft):
+def _cold_draft(state, num_draft, verifier):
   """B05: drafted at T = 0.7, q is that of T = 1."""
-  noise = _NOISE(state, num_draft)
+  del verifier
+  noise = _NOISE(state, num_draft, "token")
   return noise._replace(draft=lambda i, q: noise.draft(i, q ** (1 / 0.7)))
 
 
@@ -241,17 +250,14 @@ def _text(module, name, *changes):
 
 
 def _noise(function):
-  return generate, "_noise", function
+  return generate, "keyed_noise", function
 
 
 RAW = (  # the ratio before top-p, the residual behind it
-  ("    p, proposal.probs", "    raw, proposal.probs"),
   (
-    "  verdict = ",
-    "  raw = jax.nn.softmax(logits)\n  verdict = ",
-  ),
-  (
-    "  following = noise.next(n, verdict.next_probs)",
+    "  n, following = _judge(verifier, p, proposal, noise)",
+    "  raw = jax.nn.softmax(logits)\n"
+    "  n, _ = _judge(verifier, raw, proposal, noise)\n"
     "  behind = jnp.pad(proposal.probs, ((0, 0), (0, 1), (0, 0)))\n"
     "  following = noise.next(n, jax.vmap(verify._residual)("
     "p[rows, n], behind[rows, n]))",
@@ -274,7 +280,7 @@ MUTANTS = {
   "rows share keys": (check_keys, *_noise(_rows_share_keys)),
   "argmax draft": (check_counts, *_noise(_argmax_draft)),
   "draft at T = 0.7": (check_counts, *_noise(_cold_draft)),
-  "raw ratio": (check_counts_top_p, *_text(generate, "round", *RAW)),
+  "raw ratio": (check_counts_top_p, *_text(rounds, "round", *RAW)),
   "resample from p": (
     check_enumeration,
     verify,
@@ -323,7 +329,7 @@ MUTANTS = {
   ),
   "the length of a draft is not passed": (
     round_test.check_adversaries,
-    *_text(generate, "round", (", length=proposal.length", "")),
+    *_text(rounds, "_judge", ("noise.accept, length=length", "noise.accept")),
   ),
   "the draft misses an accepted token": (  # B04: exact, but slower
     check_prefixes,
@@ -331,7 +337,7 @@ MUTANTS = {
   ),
   "overlap at the wrong place": (
     check_prefixes,
-    *_text(generate, "_overlap", ("p[:, :K]", "p[:, 1:]")),
+    *_text(rounds, "_overlap", ("p[:, :K]", "p[:, 1:]")),
   ),
 }
 
@@ -345,9 +351,9 @@ def _broken(monkeypatch, module, name, function):
     round_test._program.cache_clear()
 
   with monkeypatch.context() as patch:
-    patch.setattr(module, name, function)
-    if module is loop:  # imported by name
-      patch.setattr(generate, name, function)
+    for place in {module, generate, rounds}:  # where it is imported by name
+      if hasattr(place, name):
+        patch.setattr(place, name, function)
     forget()
     yield
   forget()
@@ -363,7 +369,7 @@ def test_mutants_are_killed(name, monkeypatch):
 
 def _drawn(state, num_draft):
   """All that a `Noise` gives: drafts, uniforms and next tokens [B, ...]."""
-  noise = generate._noise(state, num_draft)
+  noise = generate.keyed_noise(state, num_draft, "token")
   B = len(state.key)
   law = jnp.full((B, 1000), 1e-3)
   drafts = [noise.draft(i, law) for i in range(num_draft)]
@@ -394,11 +400,12 @@ def test_noise_of_a_place_does_not_depend_on_the_number_of_drafts():
     np.testing.assert_array_equal(some[2], following)
 
 
-def _one_key(state, num_draft):
+def _one_key(state, num_draft, verifier):
   """The keys of the next token also make the uniforms."""
-  keys = _fold(_fold(state.key, generate._NEXT), state.steps)
+  del verifier
+  keys = _fold(_fold(state.key, rounds._NEXT), state.steps)
   uniform = lambda key: jax.random.uniform(key, (num_draft,), jnp.float32)
-  return _NOISE(state, num_draft)._replace(
+  return _NOISE(state, num_draft, "token")._replace(
     accept=jax.vmap(uniform)(keys), next=lambda n, p: _draw(p, keys)
   )
 
@@ -408,6 +415,6 @@ def test_jax_finds_no_key_reused(monkeypatch):
   state = _state(PROMPTS, SEEDS, 1)
   with jax.debug_key_reuse(True):
     _drawn(state, K)
-    monkeypatch.setattr(generate, "_noise", _one_key)
+    monkeypatch.setattr(generate, "keyed_noise", _one_key)
     with pytest.raises(jax.errors.KeyReuseError):
       _drawn(state, K)

@@ -101,7 +101,7 @@ def _round(target, draft, params, draft_params, state, num_accepted, num_draft):
   """A round that accepts so many [B]: u = 0 keeps, u = inf rejects."""
   i = jnp.arange(num_draft)
   u = jnp.where(i < num_accepted[:, None], 0.0, jnp.inf)
-  noise = generate._noise(state, num_draft)._replace(accept=u)
+  noise = generate.keyed_noise(state, num_draft, "token")._replace(accept=u)
   return generate.round(
     target,
     lm.make(draft, target.vocab_size),
@@ -110,6 +110,7 @@ def _round(target, draft, params, draft_params, state, num_accepted, num_draft):
     state,
     noise,
     num_draft=num_draft,
+    verifier="token",
   )
 
 
@@ -215,7 +216,7 @@ def _proposal(model, params, *, num_draft, texts, ids=None, seed=0):
     context = types.Context(
       state.tokens, state.length, state.draft_sampling, num_draft
     )
-    noise = generate._noise(state, num_draft)
+    noise = generate.keyed_noise(state, num_draft, "token")
     return drafter.propose(params, state.draft, context, noise)[0]
 
   return jax.device_get(run(params, state))

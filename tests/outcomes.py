@@ -109,7 +109,14 @@ def _program(target, table, p, drafter, params, every, drawn):
     u, weight, q = thresholds(state, noise)
     noise = noise._replace(accept=u)
     new = generate.round(
-      target, drafter, table, params, state, noise, num_draft=K
+      target,
+      drafter,
+      table,
+      params,
+      state,
+      noise,
+      num_draft=K,
+      verifier="token",
     )
     return new, weight * laws[0][jnp.arange(B), following], q
 

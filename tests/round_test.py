@@ -34,6 +34,7 @@ class Case(NamedTuple):
   length: int  # T, tokens of the joint law
   dtype: Any
   checks: bool = True  # of marks and of the draft's laws too
+  verifier: str = "token"
 
 
 class Outcomes(NamedTuple):
@@ -71,7 +72,7 @@ def _bigram(V):
 
 
 @functools.cache
-def _program(V, drafter, K):
+def _program(V, drafter, K, verifier):
   """One shipped round of many rows, and the laws that its draws were given."""
 
   @jax.jit
@@ -89,7 +90,14 @@ def _program(V, drafter, K):
 
     noise = types.Noise(draft=draft, accept=u, next=choose)
     state = generate.round(
-      _target(V), drafter, table, params, state, noise, num_draft=K
+      _target(V),
+      drafter,
+      table,
+      params,
+      state,
+      noise,
+      num_draft=K,
+      verifier=verifier,
     )
     return state, next_probs[0]
 
@@ -158,7 +166,7 @@ def _go_on(case, texts, nodes):
   seen = np.concatenate([before, drafts], 1)  # [N, K + 2]
   P, Q = (x[seen[:, :K], seen[:, 1 : K + 1]] for x in (case.p, case.q))
   pd, qd = (np.take_along_axis(x, drafts[..., None], 2)[..., 0] for x in (P, Q))
-  a = np.where(qd > 0, np.minimum(1, pd / np.where(qd > 0, qd, 1)), 0)
+  a = _thresholds(case, P, Q, pd, qd)
   u = np.where(accept, a / 2, (a + 1) / 2)
   w = (qd * np.where(accept, a, 1 - a)).prod(1)
   w = w * np.array([weight for weight, _ in nodes])[which]
@@ -170,7 +178,7 @@ def _go_on(case, texts, nodes):
     state, next_probs, drawn = _round(
       case, _rows(states, which[full]), drafts[full], u[full], following[full]
     )
-    n = np.cumprod(accept[r], 1).sum(1)
+    n = _num_accepted(case, accept[r])
     if case.checks:
       _check_drawn(case, [x[: len(r)] for x in drawn], Q[r])
       _check_marks(state, L, n, np.minimum(P, Q)[r].sum(-1))
@@ -178,8 +186,33 @@ def _go_on(case, texts, nodes):
     yield from _merge(state, L, texts, which[r], weight, V)
 
 
+def _thresholds(case, P, Q, pd, qd):
+  """What u [N, K] is compared with: P and Q [N, K, V], of the draft pd, qd."""
+  ratio = np.where(qd > 0, pd / np.where(qd > 0, qd, 1), 0)
+  if case.verifier == "token":
+    return np.minimum(1, ratio)
+  pi, h = np.ones(len(ratio)), np.zeros_like(ratio)
+  for i in range(1, case.num_draft + 1):  # h_i decides on a prefix of i tokens
+    pi = np.minimum(1, pi * ratio[:, i - 1])
+    h[:, i - 1] = pi
+    if i < case.num_draft:
+      S = np.maximum(pi[:, None] * P[:, i] - Q[:, i], 0).sum(1)
+      below = S + 1 - pi
+      h[:, i - 1] = np.where(below > 0, S / np.where(below > 0, below, 1), 1)
+  # where p and q are equal, h is 1 but for rounding, of which nothing depends
+  return np.where(h > 1 - 1e-9, 1, h)
+
+
+def _num_accepted(case, accept):
+  """Of u below the thresholds or not [N, K]."""
+  if case.verifier == "token":
+    return np.cumprod(accept, 1).sum(1)
+  i = np.arange(1, case.num_draft + 1)
+  return (accept * i).max(1, initial=0)
+
+
 def _round(case, state, drafts, u, following):
-  run = _program(len(case.p), case.drafter, case.num_draft)
+  run = _program(len(case.p), case.drafter, case.num_draft, case.verifier)
   _DRAWN.clear()
   state = state._replace(key=jax.random.wrap_key_data(state.key))
   state, next_probs = run(
@@ -291,11 +324,11 @@ def lm_case(V, K, seed, dtype, dense=False):
   return Case(p, q, lm.make(_target(V), V), params, K, K + 2, dtype)
 
 
-def check_law(make, V, K, dtype, kinds):
+def check_law(make, V, K, dtype, kinds, verifier="token"):
   """Of K + 2 tokens through successive rounds; `kinds` of (seed, dense)."""
   with jax.enable_x64(True):
     for seed, dense in kinds:
-      case = make(V, K, seed, dtype, dense)
+      case = make(V, K, seed, dtype, dense)._replace(verifier=verifier)
       assert law_error(case) <= TOLERANCE[dtype]
 
 
@@ -308,6 +341,17 @@ BIGRAM = [(3, 0), (3, 1), (3, 2), (4, 2), (3, 3), (4, 3), (3, 4)]
 def test_joint_law(V, K, dtype):
   """In float64 and float32; the draft's law knows the last token alone."""
   check_law(bigram_case, V, K, dtype, KINDS)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("V, K", [(3, 0), (3, 1), (3, 2), (4, 3), (3, 4)])
+def test_joint_law_of_block_verification(V, K, dtype):
+  """B64: the same of verify.block."""
+  check_law(bigram_case, V, K, dtype, KINDS, "block")
+
+
+def test_joint_law_of_block_verification_with_a_cache_of_its_own():
+  check_law(lm_case, 3, 3, jnp.float64, KINDS, "block")
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -338,7 +382,7 @@ def test_joint_law_with_a_draft_of_its_own_cache(V, K, dtype):
   check_law(lm_case, V, K, dtype, KINDS)
 
 
-def _adversary():
+def _adversary(verifier):
   """A function: a round of one row behind [0] whose draft is given.
 
   It returns how many passed and the law of the next token.
@@ -359,7 +403,14 @@ def _adversary():
     following = lambda n, probs: seen.append((n[0], probs[0])) or n
     noise = types.Noise(None, jnp.zeros((1, K)), following)  # u = 0
     after = generate.round(
-      target, drafter, table, proposal, state, noise, num_draft=K
+      target,
+      drafter,
+      table,
+      proposal,
+      state,
+      noise,
+      num_draft=K,
+      verifier=verifier,
     )
     return *seen[0], after.length, after.accepted
 
@@ -375,9 +426,9 @@ def _adversary():
   return one
 
 
-def check_adversaries():
+def check_adversaries(verifier="token"):
   """B05, B48: at u = 0 no token passes that has q = 0, p = 0 or no place."""
-  fair, one = [0.4, 0.3, 0.3], _adversary()
+  fair, one = [0.4, 0.3, 0.3], _adversary(verifier)
   # behind (0, 0) p = (.5, .5, 0), then (.5, .3, .2)
   n, probs = one([1, 2], [[0.4, 0, 0.6], fair])
   assert n == 0  # q = 0 < p
@@ -396,5 +447,6 @@ def check_adversaries():
   np.testing.assert_allclose(probs, [0.5, 0.3, 0.2], atol=1e-6)
 
 
-def test_adversaries():
-  check_adversaries()
+@pytest.mark.parametrize("verifier", ["token", "block"])
+def test_adversaries(verifier):
+  check_adversaries(verifier)
