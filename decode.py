@@ -9,7 +9,8 @@ r"""Decode prompts, plainly and speculatively, and report what each took.
   echo "Once upon a time" | python decode.py --config=configs/smollm2.py \
       --config.prompt=- --config.chat=False
 
-The text goes to stdout, everything about it to stderr.
+The text goes to stdout, everything about it to stderr. What each key means:
+configs/common.py.
 """
 
 import time

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import sampling, types
-from specjax.cache import PREFILL, prefill
+from specjax import checks, sampling, types
+from specjax.cache import prefill
 
 SLOT_STEP = 256  # slots come in multiples of this: one program a multiple
 
@@ -69,10 +69,10 @@ def start(
   length = np.asarray(request.length, np.int32)
   max_new = np.asarray(request.max_new, np.int32)
   slots = slots or num_slots(target.context, prompt.shape[1], max_new_tokens)
-  _check(target, prompt, length, max_new, max_new_tokens, slots)
-  _check_ids(target, prompt, length, request.stop_ids)
+  checks.lengths(target, prompt, length, max_new, max_new_tokens, slots)
+  checks.ids(target, prompt, length, request.stop_ids)
   if draft is not None:
-    _check_draft(target, draft, length, max_new)
+    checks.draft(target, draft, length, max_new)
   # numpy, because a jnp.pad would compile once for every prompt width
   tokens = np.zeros((len(prompt), slots), np.int32)
   width = min(prompt.shape[1], slots)
@@ -131,60 +131,6 @@ def _of_draft(ask):
 def _no_logprobs(shape):
   nothing = lambda: np.full(shape, np.nan, np.float32)
   return types.Logprobs(nothing(), nothing())
-
-
-def _check(target, prompt, length, max_new, max_new_tokens, slots):
-  if not prompt.shape[:1] == length.shape == max_new.shape:
-    raise ValueError(
-      f"prompt {prompt.shape}, length {length.shape} and max_new"
-      f" {max_new.shape} differ in their number of rows"
-    )
-  if slots % PREFILL:
-    raise ValueError(f"slots must be a multiple of {PREFILL}, got {slots}")
-  if (length < 1).any():
-    raise ValueError(f"row {int(length.argmin())} has an empty prompt")
-  if (length > prompt.shape[1]).any():
-    raise ValueError(
-      f"length {length.max()} is more than the prompt's width {prompt.shape}"
-    )
-  if (length > target.context).any():
-    raise ValueError(
-      f"row {int(length.argmax())} has {length.max()} tokens; the model's"
-      f" context holds {target.context}"
-    )
-  needed = np.minimum(length + max_new, target.context).max()
-  if slots < needed:
-    raise ValueError(f"{needed} tokens do not fit in {slots} slots")
-  if (max_new < 0).any() or (max_new > max_new_tokens).any():
-    raise ValueError(
-      f"max_new must be in 0..{max_new_tokens}, got {max_new.tolist()}"
-    )
-
-
-def _check_ids(target, prompt, length, stop_ids):
-  """JAX clamps an index that is out of range; say so instead."""
-  real = np.arange(prompt.shape[1]) < length[:, None]
-  wrong = real & ((prompt < 0) | (prompt >= target.vocab_size))
-  if wrong.any():
-    raise ValueError(
-      f"token id {prompt[wrong][0]} is outside the target's vocabulary of"
-      f" {target.vocab_size}"
-    )
-  if np.shape(stop_ids) != (types.STOP_IDS,):
-    raise ValueError(
-      f"stop_ids must have shape [{types.STOP_IDS}], got {np.shape(stop_ids)}"
-    )
-
-
-def _check_draft(target, draft, length, max_new):
-  if draft.num_draft < 0:
-    raise ValueError(f"num_draft must be at least 0, got {draft.num_draft}")
-  most = draft.drafter.context
-  needed = np.minimum(length + max_new, target.context).max()
-  if most is not None and most < needed:
-    raise ValueError(
-      f"the draft's context holds {most} tokens; this request needs {needed}"
-    )
 
 
 @functools.partial(jax.jit, static_argnums=0)

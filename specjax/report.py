@@ -159,6 +159,7 @@ def _acceptance(batches, draft):
     "acceptance_by_position": total and total.by_position,
     "alpha_by_position": total and total.alpha_by_position,
     "acceptance_histogram": total and total.histogram.tolist(),
+    "rounds_tested": total and total.tested.tolist(),  # at each position
   }
 
 

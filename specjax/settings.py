@@ -2,13 +2,12 @@
 
 import math
 
-from specjax import cli, request
+from specjax import cli, request, types
 from specjax.errors import UserError
 from specjax.runtime import DTYPES
 
 DECODERS = ("autoregressive", "speculative")  # in the order they are played in
 _DRAFTS = ("lm", "ngram", "replay")
-_VERIFIERS = ("block", "token", "coupled")
 
 
 def decoders(config):
@@ -20,7 +19,7 @@ def check(config):
   """Raise UserError, naming the key, for a value outside its range."""
   _one_of("decoder", config.decoder, ("both", *DECODERS))
   _one_of("dtype", config.dtype, DTYPES)
-  _one_of("verifier", config.verifier, _VERIFIERS)
+  _one_of("verifier", config.verifier, types.VERIFIERS)
   _range("batch_size", config.batch_size, 1)
   _range("max_new_tokens", config.max_new_tokens, 0)
   _range("prompts.limit", config.prompts.limit, 0)
@@ -45,7 +44,7 @@ def check(config):
 
 def _check_draft(draft):
   _one_of("draft.name", draft.name, _DRAFTS)
-  _range("draft.num_tokens", draft.num_tokens, 0)
+  _range("draft.num_tokens", draft.num_tokens, 0, 1000)
   _range("draft.head", draft.head, 0)
   if not math.isfinite(draft.temperature):
     raise UserError(
@@ -57,17 +56,20 @@ def _check_draft(draft):
   if not all(type(i) is int for i in draft.layers):
     raise UserError(
       "--config.draft.layers must be layer numbers, such as 0,1,29, got"
-      f" {draft.layers}"
+      f" {','.join(map(str, draft.layers)) or 'nothing'}"
     )
   chosen = [k for k in ("weights", "layers") if draft[k]]
   if draft.name == "lm" and len(chosen) != 1:
     raise UserError(
-      "--config.draft.name=lm needs one of --config.draft.weights=REFERENCE"
+      "--config.draft.name=lm needs exactly one of --config.draft.weights=REF"
       " (a model of its own) and --config.draft.layers=0,1 (layers of the"
       f" target), got {' and '.join(chosen) or 'neither'}"
     )
-  if draft.name != "lm" and (chosen or draft.head):
-    key = chosen[0] if chosen else "head"
+  others = ["head"] * (draft.head > 0) + ["temperature"] * (
+    draft.temperature >= 0
+  )
+  if draft.name != "lm" and (chosen + others):
+    key = (chosen + others)[0]
     raise UserError(
       f"--config.draft.{key} is for --config.draft.name=lm; the draft is"
       f" {draft.name}"

@@ -5,6 +5,7 @@ import collections
 from specjax import memory
 
 _BAR = 8  # characters of the histogram's longest bar
+_SHOWN = 16  # positions, and bars that may be empty
 
 
 def rows(report):
@@ -44,7 +45,10 @@ def _rate(run, call):
 def _comparison(report):
   """Speed-up and exactness, of the turns that both decoders ended."""
   found, speedup = report["compared"], report["speedup"]
-  rows = [("speed-up", f"{speedup:.2f} x" if speedup else "not measured")]
+  said = f"{speedup:.2f} x" if speedup else "not measured"
+  if speedup and report["draft"]["name"] == "replay":
+    said += " (replay knows the answer: an instrument, not a method)"
+  rows = [("speed-up", said)]
   if speedup and speedup < 1:
     rows.append(("slower", _why_slower(report)))
   if found:
@@ -77,7 +81,7 @@ def _why_slower(report):
 def _exactness(report):
   found, exact = report["compared"], report["exact"]
   if exact is None:
-    return "same law, other draws: equal tokens are promised at temperature 0"
+    return "at temperature 0 tokens are equal; here only their law is"
   if exact:
     return f"yes: all {found['equal_tokens']} tokens equal plain decoding"
   first, dtype = found["first_difference"], report["model"]["dtype"]
@@ -95,20 +99,31 @@ def _acceptance(report):
     return []
   K, counts = report["draft"]["K"], report["acceptance_histogram"]
   most = f"{report['tokens_per_call']:.2f} of at most {K + 1}"
-  rows = [("tokens a call", most)]
   if not K:
-    return rows
-  numbers = " ".join(map(_share, report["acceptance_by_position"]))
-  positions = f"position{'s 1 to' * (K > 1)} {K}"
+    return [("tokens a call", most)]
+  total, with_draft = sum(counts), report["rounds_tested"][0]
+  if with_draft < total:
+    most += f"; {total - with_draft} of {total} rounds had no draft"
+  rows = [("tokens a call", most)]
+  by_position = report["acceptance_by_position"]
+  numbers = " ".join(map(_share, by_position[:_SHOWN]))
+  shown = min(K, _SHOWN)
+  positions = f"position{'s 1 to' * (K > 1)} {shown}"
   bars = [
     f"{n} {'█' * round(_BAR * count / max(counts))} {count}".replace("  ", " ")
     for n, count in enumerate(counts)
+    if count or K <= _SHOWN
   ]
   alpha = report["alpha"]
   return rows + [
     ("accepted", f"{numbers} ({positions})"),
-    ("histogram", f"{', '.join(bars)} (rounds)"),
-    ("alpha", "nothing was drafted" if alpha is None else f"{alpha:.2f}"),
+    ("histogram", f"{', '.join(bars)} (accepted, rounds of a row)"),
+    (
+      "alpha",
+      "nothing was drafted"
+      if alpha is None
+      else f"{alpha:.2f}, mean over the tested drafts",
+    ),
   ]
 
 

@@ -179,11 +179,14 @@ class Drafter(NamedTuple):
   context: int | None = None  # most positions it was made for, None: any
 
 
+VERIFIERS = ("block", "token", "coupled")  # functions of `verify.py`
+
+
 class Draft(NamedTuple):
   """How to speculate: who drafts, how many tokens, and who judges them."""
 
   drafter: Drafter
   params: Any  # the drafter's
   num_draft: int  # K >= 0
-  verifier: str = "block"  # a function of `verify.py`
+  verifier: str = "block"  # one of VERIFIERS
   sampling: Sampling | None = None  # of the draft, fields [B]; None: the rows'

@@ -19,9 +19,9 @@ def token(p, q, draft, u, *, length=None):
   2023, Algorithm 1; Chen et al. 2023, Theorem 1.)
 
   The test is `q > 0 and u * q < p`, strict: with `<=` a token of p = 0 would
-  pass at u = 0. A row of q that is not finite counts as q = 0, a rejection
-  whose residual is p. Where p and q agree to rounding the residual may vanish;
-  it is then p.
+  pass at u = 0. A row of q that is negative or not finite counts as q = 0: a
+  rejection whose residual is p. Where p and q agree to rounding the residual
+  may vanish; it is then p.
 
   Args:
     p: [K + 1, V] the target's laws.
@@ -106,8 +106,9 @@ def coupled(draft, sample, *, length=None):
 
 
 def _usable(q, length):
-  """q [K, V] with 0 for the rows that are not real or not finite."""
-  real = (jnp.arange(len(q)) < length) & jnp.isfinite(q).all(1)
+  """q [K, V] with 0 for the rows that are not real or no law."""
+  # a NaN compares false
+  real = (jnp.arange(len(q)) < length) & ((q >= 0) & (q < jnp.inf)).all(1)
   return jnp.where(real[:, None], q, 0)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from configs import tiny
-from specjax.models import load, transformer
+from specjax.models import load, matrix, transformer
 
 BLOCK = 64
 
@@ -17,26 +17,26 @@ def _matrix(inner, outer):
 
 
 @pytest.mark.parametrize("outer", [64, 192, 100])
-@pytest.mark.parametrize("rows", [1, 2, 5, transformer._FEW, 100])
+@pytest.mark.parametrize("rows", [1, 2, 5, matrix._FEW, 100])
 def test_product(outer, rows):
   """For few and many rows; 100 columns are no blocks of 64 and stay whole."""
   w = _matrix(48, outer)
   x = _matrix(48, rows).T.reshape(1, rows, 48)
-  stored = transformer.in_blocks(w, BLOCK)
-  assert stored.shape == transformer.matrix_shape(48, outer, BLOCK)
+  stored = matrix.in_blocks(w, BLOCK)
+  assert stored.shape == matrix.shape(48, outer, BLOCK)
   assert (stored.ndim == 3) == (outer % BLOCK == 0)
-  np.testing.assert_array_equal(transformer.whole(stored), w)
-  got = transformer.product(jnp.asarray(x), jnp.asarray(stored))
+  np.testing.assert_array_equal(matrix.whole(stored), w)
+  got = matrix.product(jnp.asarray(x), jnp.asarray(stored))
   assert got.shape == (1, rows, outer)
   np.testing.assert_allclose(got, x @ w, rtol=1e-5, atol=1e-5)
 
 
 def test_product_keeps_the_dtype_it_is_asked_for():
-  w = jnp.asarray(transformer.in_blocks(_matrix(48, 64), BLOCK), jnp.bfloat16)
+  w = jnp.asarray(matrix.in_blocks(_matrix(48, 64), BLOCK), jnp.bfloat16)
   for rows in (1, 100):
     x = jnp.ones((rows, 48), jnp.bfloat16)
-    assert transformer.product(x, w).dtype == jnp.bfloat16
-    assert transformer.product(x, w, jnp.float32).dtype == jnp.float32
+    assert matrix.product(x, w).dtype == jnp.bfloat16
+    assert matrix.product(x, w, jnp.float32).dtype == jnp.float32
 
 
 def _models():

@@ -85,7 +85,11 @@ def test_commands_in_docstrings_name_this_config(path):
     ("draft.layers", (0,), "draft.layers is for --config.draft.name=lm"),
     ("draft.weights", "a.gguf", "draft.weights is for --config.draft.name=lm"),
     ("draft.head", 100, "draft.head is for --config.draft.name=lm"),
-    ("draft.name", "lm", "draft.name=lm needs one of --config.draft.weights"),
+    (
+      "draft.name",
+      "lm",
+      "draft.name=lm needs exactly one of --config.draft.weights",
+    ),
   ],
 )
 def test_impossible_value(key, value, why):

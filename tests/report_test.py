@@ -131,7 +131,7 @@ def test_acceptance_adds_up(model):
   assert result["draft"] == {
     "name": "ngram",
     "K": K,
-    "verifier": "token",
+    "verifier": "block",
     "parameters": None,
     "layers": None,
     "head": None,
@@ -234,15 +234,17 @@ def test_rows(model):
     "12.0 tokens/s, 250.0 ms a round (12 tokens in 4 rounds, 1.00 s)"
   )
   assert rows["speed-up"] == "2.00 x" and "slower" not in rows
-  assert rows["exact"].startswith("same law, other draws")
+  assert rows["exact"].startswith("at temperature 0")
   assert rows["tokens a call"] == "1.71 of at most 3"
   assert rows["accepted"] == "1.00 .00 (positions 1 to 2)"
-  assert rows["histogram"] == "0 0, 1 ████████ 7, 2 0 (rounds)"
-  assert rows["alpha"] == "0.60"
+  assert (
+    rows["histogram"] == "0 0, 1 ████████ 7, 2 0 (accepted, rounds of a row)"
+  )
+  assert rows["alpha"] == "0.60, mean over the tested drafts"
   assert rows["ended by"] == "length 2"
   assert rows["prefill"] == "plain 0.50 s, speculative 0.50 s"
   assert rows["compile"].startswith("plain 1.5 s, speculative 2.5 s (not")
-  assert rows["draft"] == "ngram, 2 tokens a round, verifier token"
+  assert rows["draft"] == "ngram, 2 tokens a round, verifier block"
   assert rows["program"] == "float32, batch 1, 256 slots"
   assert rows["device"].endswith(f", {_cores()} cores")
 

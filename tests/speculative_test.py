@@ -515,3 +515,26 @@ def test_two_processes_write_the_same_tokens(tmp_path):
   assert len(plain.read_text().split()) == B * 30
   speculative.write_text(speculative.read_text().replace("7", "8"))
   assert python(COMPARE, plain, speculative).returncode == 1
+
+
+@pytest.mark.parametrize(
+  "change, message",
+  [
+    (dict(verifier="tokn"), "verifier must be one of block, token, coupled"),
+    (dict(verifier="Verdict"), "verifier must be one of"),
+    (dict(num_draft=-1), "num_draft must be a whole number of 0 or more"),
+    (dict(num_draft=3.0), "num_draft must be a whole number"),
+    (
+      dict(draft_sampling=types.Sampling(0.5, 0, 1.0, 0.0)),
+      r"must have shape \(2,\), got",
+    ),
+  ],
+)
+def test_mistakes_in_words(change, message):
+  target, params = _toy()
+  ask = request.make([[1], [2]], max_new=2)
+  options = dict(num_draft=1, max_new_tokens=2) | change
+  with pytest.raises(ValueError, match=message):
+    generate.speculative(
+      target, ngram.make(target.vocab_size), params, (), ask, **options
+    )

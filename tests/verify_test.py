@@ -103,9 +103,9 @@ def test_joint_law(V, K, seed, dtype):
   assert error <= TOLERANCE[dtype]
 
 
-def _verdict(p, q, draft, u, **options):
+def _verdict(p, q, draft, u, verifier=verify.token, **options):
   args = (jnp.array(p, jnp.float32), jnp.array(q, jnp.float32))
-  return verify.token(*args, jnp.array(draft), jnp.array(u), **options)
+  return verifier(*args, jnp.array(draft), jnp.array(u), **options)
 
 
 def test_mean_accepted_of_the_paper_example():
@@ -116,6 +116,39 @@ def test_mean_accepted_of_the_paper_example():
     law = round_law(verify.token, p, q, 0, 2, jnp.float64)
   mean = sum((len(key) - 1) * weight for key, weight in law.items())
   np.testing.assert_allclose(mean, 10 / 9, atol=1e-12)
+
+
+def test_block_verification_of_the_paper_example():
+  """The same pair: 11/9 for block verification, p kept exactly.
+
+  u between the thresholds, which for K = 2 are h_1 and h_2 = pi_2.
+  """
+  p, q = np.array([1 / 3, 2 / 3]), np.array([2 / 3, 1 / 3])
+  mean, first = 0.0, np.zeros(2)
+  for x, y in itertools.product(range(2), repeat=2):
+    pi = [1.0, min(1, p[x] / q[x])]
+    pi.append(min(1, pi[1] * p[y] / q[y]))
+    S = np.maximum(pi[1] * p - q, 0).sum()
+    h = [S / (S + 1 - pi[1]) if S + 1 - pi[1] else 1.0, pi[2]]
+    for sides in itertools.product((0, 1), repeat=2):
+      cell = [
+        (c / 2, c) if s else ((1 + c) / 2, 1 - c)
+        for c, s in zip(h, sides, strict=True)
+      ]
+      weight = q[x] * q[y] * cell[0][1] * cell[1][1]
+      u = [middle for middle, _ in cell]
+      with jax.enable_x64(True):
+        got = verify.block(
+          jnp.array([p] * 3),
+          jnp.array([q] * 2),
+          jnp.array([x, y]),
+          jnp.array(u),
+        )
+      mean += weight * int(got.num_accepted)
+      emitted = np.eye(2)[x] if got.num_accepted else np.asarray(got.next_probs)
+      first += weight * emitted
+  np.testing.assert_allclose(mean, 11 / 9, atol=1e-12)
+  np.testing.assert_allclose(first, p, atol=1e-12)
 
 
 def test_equal_laws_accept_everything():
@@ -150,12 +183,14 @@ def test_length_cuts_the_draft():
     ([0.0, 1.0], [1.0, 0.0], 0.0),  # p = 0 with u = 0 (B48)
     ([0.5, 0.5], [0.0, 1.0], 0.0),  # a token its own law does not hold
     ([0.5, 0.5], [np.nan, 0.5], 0.0),  # a broken draft (B47)
+    ([0.5, 0.5], [1.5, -0.5], 0.0),  # no law: its residual would be wrong
     ([0.5, 0.5], [0.5, np.nan], 0.0),
     ([0.5, 0.5], [0.5, np.inf], 0.0),
   ],
 )
-def test_what_is_never_accepted(p, q, u):
-  got = _verdict([p, p], [q], [0], [u])
+@pytest.mark.parametrize("verifier", [verify.token, verify.block])
+def test_what_is_never_accepted(verifier, p, q, u):
+  got = _verdict([p, p], [q], [0], [u], verifier)
   assert got.num_accepted == 0
   assert np.isfinite(got.next_probs).all()
 

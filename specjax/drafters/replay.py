@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from specjax.types import Drafter, Proposal
 
@@ -49,8 +50,12 @@ def make(vocab_size):
     # float32 by name: under jax_enable_x64 a float64 would widen p (B59)
     alpha = jnp.asarray(params.alpha, jnp.float32)
     probs = jax.vmap(jax.vmap(law, (0, None)), (0, None))(earlier, alpha)
-    drafted = [noise.draft(i, probs[:, i]) for i in range(K)]
-    tokens = jnp.stack(drafted, 1) if K else jnp.zeros((B, 0), jnp.int32)
+    tokens = lax.fori_loop(  # a loop, so that K does not slow the compiler
+      0,
+      K,
+      lambda i, x: x.at[:, i].set(noise.draft(i, probs[:, i])),
+      jnp.zeros((B, K), jnp.int32),
+    )
     length = real.sum(1).astype(jnp.int32)
     return Proposal(tokens, probs, length), prompt_length
 

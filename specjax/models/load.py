@@ -14,6 +14,7 @@ from specjax.models import (
   gguf,
   hf,
   hub,
+  matrix,
   tokenizer,
   transformer,
   weights,
@@ -99,7 +100,7 @@ def random(architecture, *, seed=0):
       params["head"] = jnp.copy(params["embed"].T)
     params = jax.tree_util.tree_map_with_path(
       lambda path, x: (
-        jnp.copy(transformer.in_blocks(x, block))
+        jnp.copy(matrix.in_blocks(x, block))
         if path[-1].key in ("kernel", "head")
         else x
       ),
@@ -153,9 +154,7 @@ def part(model, *, layers, ids=None):
   params |= {f"layer_{i}": layer for i, layer in enumerate(kept)}
   config = dataclasses.replace(config, layers=len(layers))
   if ids is not None:
-    params["head"] = transformer.in_blocks(
-      _head(params, config, ids), config.block
-    )
+    params["head"] = matrix.in_blocks(_head(params, config, ids), config.block)
     config = dataclasses.replace(config, tied=False, head_size=len(ids))
   # as in the model's own cache
   target = transformer.make(config, params["embed"].dtype)
@@ -172,7 +171,7 @@ def _head(params, config, ids):
   at = jnp.array(ids)
   if config.tied:
     return params["embed"][at].T
-  return transformer.whole(params["head"])[:, at]
+  return matrix.whole(params["head"])[:, at]
 
 
 def block_here():

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from specjax import cache as kv
+from specjax.models import matrix
 from specjax.types import Target
 
 
@@ -89,51 +90,6 @@ def attend(q, layer, mask):
   return out.reshape(B, T, H, d)
 
 
-def matrix_shape(inner, outer, block):
-  """How a matrix is stored: [in, out], or [out / block, in, block].
-
-  With a block it is so wherever the block divides `out`.
-  """
-  if not block or outer % block:
-    return (inner, outer)
-  return (outer // block, inner, block)
-
-
-def in_blocks(matrix, block):
-  """A matrix [in, out] as `matrix_shape` has it."""
-  shape = matrix_shape(*matrix.shape, block)
-  if len(shape) == 2:
-    return matrix
-  blocks, inner, _ = shape
-  return matrix.reshape(inner, blocks, block).transpose(1, 0, 2)
-
-
-def whole(matrix):
-  """[in, out] of a matrix that is stored either way."""
-  if matrix.ndim == 2:
-    return matrix
-  return matrix.transpose(1, 0, 2).reshape(matrix.shape[1], -1)
-
-
-def product(x, matrix, dtype=None):
-  """x [..., in] @ matrix -> [..., out], the matrix stored either way.
-
-  XLA's CPU backend multiplies 2 or more rows by first packing the matrix into
-  another array, which takes as long as reading it from memory. A block's packed
-  copy stays in the processor's cache. Many rows are bound by arithmetic, which
-  the whole matrix serves better.
-  """
-  rows = x.reshape(-1, x.shape[-1])
-  if matrix.ndim == 2 or len(rows) > _FEW:
-    return jnp.matmul(x, whole(matrix), preferred_element_type=dtype)
-  each = jnp.broadcast_to(rows, (len(matrix), *rows.shape))
-  y = jnp.matmul(each, matrix, preferred_element_type=dtype)
-  return y.transpose(1, 0, 2).reshape(*x.shape[:-1], -1)
-
-
-_FEW = 64  # rows up to which blocks are no slower
-
-
 # Flax asks for an initialiser and takes the shape from it; `init` below makes
 # the values.
 _SHAPE_ONLY = nn.initializers.zeros
@@ -161,8 +117,8 @@ class Linear(nn.Module):
 
   @nn.compact
   def __call__(self, x):
-    shape = matrix_shape(x.shape[-1], self.features, self.block)
-    y = product(x, self.param("kernel", _SHAPE_ONLY, shape))
+    shape = matrix.shape(x.shape[-1], self.features, self.block)
+    y = matrix.product(x, self.param("kernel", _SHAPE_ONLY, shape))
     if self.bias:
       y = y + self.param("bias", _SHAPE_ONLY, (self.features,))
     return y
@@ -208,7 +164,7 @@ class Transformer(nn.Module):
     c = self.config
     self.embed = self.param("embed", _SHAPE_ONLY, (c.vocab_size, c.width))
     if not c.tied:
-      shape = matrix_shape(c.width, c.head_size or c.vocab_size, c.block)
+      shape = matrix.shape(c.width, c.head_size or c.vocab_size, c.block)
       self.head = self.param("head", _SHAPE_ONLY, shape)
     self.layers = [Layer(c, name=f"layer_{i}") for i in range(c.layers)]
     self.norm = RMSNorm(c.norm_eps)
@@ -234,7 +190,7 @@ class Transformer(nn.Module):
     head = self.embed.T if self.config.tied else self.head
     # narrow weights still give float32 logits, which decide the law
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
-    return product(hidden, head, wide)
+    return matrix.product(hidden, head, wide)
 
 
 def init(config, key, dtype=jnp.float32):

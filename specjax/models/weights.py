@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from specjax.errors import UserError
-from specjax.models import transformer
+from specjax.models import matrix, transformer
 
 
 class Source(NamedTuple):
@@ -142,7 +142,7 @@ def load(source, *, dtype, untie=False, block=0, track=lambda leaves: leaves):
       one more [D, V] matrix and saves XLA's CPU backend from reading the
       embedding the slow way round in every step.
     block: columns of a block that matrices are stored in, 0 for whole ones;
-      see `transformer.product`.
+      see `matrix.product`.
     track: wraps the list of leaves that is read, for a progress bar.
 
   Returns:
@@ -159,7 +159,7 @@ def load(source, *, dtype, untie=False, block=0, track=lambda leaves: leaves):
     # Waiting for the copy, if it makes one, bounds the memory to one leaf more.
     value = _read(source, leaf, dtype)
     if leaf.path[-1] in ("kernel", "head"):
-      value = np.ascontiguousarray(transformer.in_blocks(value, block))
+      value = np.ascontiguousarray(matrix.in_blocks(value, block))
     value = jax.block_until_ready(jax.device_put(value))
     _put(params, leaf.path, value)
   return params, as_loaded(source.config, untie, block)

@@ -1,0 +1,48 @@
+"""Matrices as they are stored: whole, or in blocks of columns."""
+
+import jax.numpy as jnp
+
+
+def shape(inner, outer, block):
+  """How a matrix is stored: [in, out], or [out / block, in, block].
+
+  With a block it is so wherever the block divides `out`.
+  """
+  if not block or outer % block:
+    return (inner, outer)
+  return (outer // block, inner, block)
+
+
+def in_blocks(matrix, block):
+  """A matrix [in, out] as `shape` has it."""
+  stored = shape(*matrix.shape, block)
+  if len(stored) == 2:
+    return matrix
+  blocks, inner, _ = stored
+  return matrix.reshape(inner, blocks, block).transpose(1, 0, 2)
+
+
+def whole(matrix):
+  """[in, out] of a matrix that is stored either way."""
+  if matrix.ndim == 2:
+    return matrix
+  return matrix.transpose(1, 0, 2).reshape(matrix.shape[1], -1)
+
+
+def product(x, matrix, dtype=None):
+  """x [..., in] @ matrix -> [..., out], the matrix stored either way.
+
+  XLA's CPU backend multiplies 2 or more rows by first packing the matrix into
+  another array, which takes as long as reading it from memory. A block's packed
+  copy stays in the processor's cache. Many rows are bound by arithmetic, which
+  the whole matrix serves better.
+  """
+  rows = x.reshape(-1, x.shape[-1])
+  if matrix.ndim == 2 or len(rows) > _FEW:
+    return jnp.matmul(x, whole(matrix), preferred_element_type=dtype)
+  each = jnp.broadcast_to(rows, (len(matrix), *rows.shape))
+  y = jnp.matmul(each, matrix, preferred_element_type=dtype)
+  return y.transpose(1, 0, 2).reshape(*x.shape[:-1], -1)
+
+
+_FEW = 64  # rows up to which blocks are no slower
