@@ -126,6 +126,7 @@ def test_acceptance_adds_up(model):
   assert result["tokens_per_call"] == 14 / rounds
   assert result["acceptance_by_position"] == [1.0, 0.0]
   assert result["alpha_by_position"] == [0.75, 0.25]
+  assert result["rounds_tested"] == [rounds, 3]
   tested = rounds + 3 + 0  # 7 // 2 and 1 // 2
   assert result["alpha"] == (0.75 * rounds + 0.25 * 3) / tested
   assert result["draft"] == {
@@ -211,7 +212,7 @@ def test_keys_of_the_schema(model, decoder):
   nulls = {key for key, value in result.items() if value is None}
   compared = {"exact", "speedup", "compared"}
   drafted = {"tokens_per_call", "alpha", "acceptance_by_position", "draft"}
-  drafted |= {"alpha_by_position", "acceptance_histogram"}
+  drafted |= {"alpha_by_position", "acceptance_histogram", "rounds_tested"}
   expected = {"predicted", "costs"} | {PLAIN, SPECULATIVE} - names
   expected |= compared if decoder != "both" else set()
   expected |= drafted if decoder == PLAIN else set()
