@@ -117,7 +117,7 @@ def _acceptance(report):
   alpha = report["alpha"]
   return rows + [
     ("accepted", f"{numbers} ({positions})"),
-    ("histogram", f"{', '.join(bars)} (accepted, rounds of a row)"),
+    ("histogram", f"{', '.join(bars)} (accepted, rounds)"),
     (
       "alpha",
       "nothing was drafted"
