@@ -238,9 +238,7 @@ def test_rows(model):
   assert rows["exact"].startswith("at temperature 0")
   assert rows["tokens a call"] == "1.71 of at most 3"
   assert rows["accepted"] == "1.00 .00 (positions 1 to 2)"
-  assert (
-    rows["histogram"] == "0 0, 1 ████████ 7, 2 0 (accepted, rounds)"
-  )
+  assert rows["histogram"] == "0 0, 1 ████████ 7, 2 0 (accepted, rounds)"
   assert rows["alpha"] == "0.60, mean over the tested drafts"
   assert rows["ended by"] == "length 2"
   assert rows["prefill"] == "plain 0.50 s, speculative 0.50 s"
