@@ -14,6 +14,8 @@ import numpy as np
 import rich.progress
 from jax import lax
 
+from specjax import generate
+
 SLOTS, PROMPT = 512, 64
 
 median = statistics.median
@@ -24,6 +26,21 @@ def seconds(run):
   began = time.perf_counter()
   jax.block_until_ready(run())
   return time.perf_counter() - began
+
+
+def decode(target, params, request, *, steps, draft=None, **sizes):
+  """Time `steps` target calls of a request, its prefill apart.
+
+  Returns:
+    Seconds, and the `Output` so far.
+  """
+  state = generate.start(target, params, request, draft=draft, **sizes)
+  state = jax.block_until_ready(state)
+  began = time.perf_counter()
+  state = generate.advance(target, params, state, steps=steps, draft=draft)
+  jax.block_until_ready(state.steps)
+  spent = time.perf_counter() - began
+  return spent, generate.output(state, sizes["max_new_tokens"])
 
 
 def measure(variants, turns, out):

@@ -6,13 +6,12 @@ tokens inside an 8-gram that it has more than once is told, and the share inside
 one that the prompt has.
 """
 
-import jax
 import numpy as np
 import rich.progress
 import rich.table
 
 from benchmarks import clock
-from specjax import generate, metrics, prompts, request, types
+from specjax import metrics, prompts, request, types
 from specjax.drafters import ngram
 from specjax.errors import UserError
 
@@ -46,7 +45,14 @@ def _compare(model, ids, max_new, draft, turns):
   spent, answers = {name: [] for name in runs}, {}
   for _ in range(turns + 1):
     for name, how in runs.items():
-      seconds, answers[name] = _decode(model, ask, max_new, how)
+      seconds, answers[name] = clock.decode(
+        model.target,
+        model.params,
+        ask,
+        steps=max_new,
+        max_new_tokens=max_new,
+        draft=how,
+      )
       spent[name].append(seconds)
   same, out = answers.values()
   if not (out.tokens == same.tokens).all():
@@ -62,24 +68,6 @@ def _compare(model, ids, max_new, draft, turns):
     "repeated": share(answer, _grams(answer, twice=True)),
     "copied": share(answer, _grams(ids)),
   }
-
-
-def _decode(model, ask, max_new, draft):
-  target, params = model.target, model.params
-  state = generate.start(
-    target, params, ask, max_new_tokens=max_new, draft=draft
-  )
-  state = jax.block_until_ready(state)
-  ended = []
-
-  def run():
-    ended.append(
-      generate.advance(target, params, state, steps=max_new, draft=draft)
-    )
-    return ended[0].steps
-
-  seconds = clock.seconds(run)
-  return seconds, generate.output(ended[0], max_new)
 
 
 def _grams(ids, twice=False):

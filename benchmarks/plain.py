@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import rich.table
 
 from benchmarks import clock
-from specjax import generate, request
+from specjax import request
 
 STEPS = 24  # target calls in a turn
 _SAMPLING = {
@@ -35,14 +35,8 @@ def variants(model, steps):
 
   def decode(options):
     ask = request.make([prompt], max_new=steps, **options)
-    state = jax.block_until_ready(
-      generate.start(
-        target, params, ask, max_new_tokens=steps, slots=clock.SLOTS
-      )
-    )
-    return clock.seconds(
-      lambda: generate.advance(target, params, state, steps=steps)
-    )
+    sizes = dict(max_new_tokens=steps, slots=clock.SLOTS)
+    return clock.decode(target, params, ask, steps=steps, **sizes)[0]
 
   # as many reads as steps, so that both are averages over the same time
   read = lambda: sum(

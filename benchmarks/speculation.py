@@ -54,17 +54,12 @@ def cost_variants(model):
   }
 
 
-def _decode(target, params, max_new, steps, draft=None, seed=0):
+def _decode(target, params, max_new, steps, draft=None):
   """Seconds of `steps` target calls behind a prompt, prefill apart."""
   most = min(max_new, clock.SLOTS - clock.PROMPT)
-  ask = request.make([clock.prompt(seed)], max_new=most)
+  ask = request.make([clock.prompt()], max_new=most)
   sizes = dict(max_new_tokens=most, slots=clock.SLOTS)
-  state = generate.start(target, params, ask, draft=draft, **sizes)
-  state = jax.block_until_ready(state)
-  run = lambda: (
-    generate.advance(target, params, state, steps=steps, draft=draft).steps
-  )
-  return clock.seconds(run)
+  return clock.decode(target, params, ask, steps=steps, draft=draft, **sizes)[0]
 
 
 def cost_table(times):
@@ -117,20 +112,10 @@ def replay_variants(model, K):
     draft = types.Draft(
       drafter, replay.Params(plain.tokens, np.float32(alpha)), K
     )
-    state = generate.start(
-      target, params, make(len(found) + 1), draft=draft, **sizes
+    ask = make(len(found) + 1)
+    spent, out = clock.decode(
+      target, params, ask, steps=TOKENS, draft=draft, **sizes
     )
-    state = jax.block_until_ready(state)
-    ended = []
-
-    def run():
-      ended.append(
-        generate.advance(target, params, state, steps=TOKENS, draft=draft)
-      )
-      return ended[0].steps
-
-    spent = clock.seconds(run)
-    out = generate.output(ended[0], TOKENS)
     if not (out.tokens == plain.tokens).all():
       raise UserError("replay changed the answer")
     found.append(metrics.acceptance(out, K))

@@ -165,6 +165,18 @@ def positions(state, width):
   return first[:, None] + jnp.arange(width)
 
 
+def places(state, before, emitted, width):
+  """Indices rows, at of the emitted ones of a round's [B, width] tokens.
+
+  They follow the `before` [B] tokens of their row; those that were not emitted
+  lie outside, where nothing is written.
+  """
+  i = jnp.arange(width)
+  S = state.tokens.shape[1]
+  at = jnp.where(i < emitted[:, None], before[:, None] + i, S)
+  return jnp.arange(len(at))[:, None], at
+
+
 def commit(target, state, tokens, count, broken):
   """Append tokens [B, N] to each row, up to the first event that ends it.
 
@@ -178,8 +190,7 @@ def commit(target, state, tokens, count, broken):
   Returns:
     The state, one round older, and how many tokens each row emitted [B].
   """
-  B, N = tokens.shape
-  S = state.tokens.shape[1]
+  N = tokens.shape[1]
   running = state.finish == types.RUNNING
   i = jnp.arange(N)
   is_stop = (tokens[:, :, None] == state.stop_ids).any(2)  # [B, N]
@@ -195,8 +206,7 @@ def commit(target, state, tokens, count, broken):
   finish = jnp.where(length >= target.context, types.CONTEXT, finish)
   finish = jnp.where(emitted >= left, types.LENGTH, finish)
   finish = jnp.where((keep & is_stop).any(1), types.STOP, finish)
-  rows = jnp.arange(B)[:, None]
-  at = jnp.where(keep, state.length[:, None] + i, S)
+  rows, at = places(state, state.length, emitted, N)  # keep is a prefix
   history = state.history
   if history is not None:
     ids = jnp.where(keep, tokens, target.vocab_size)

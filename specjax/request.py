@@ -66,28 +66,18 @@ def make(
   seeds = np.asarray(seed)
   if not ((seeds >= 0) & (seeds < 2**32)).all():
     raise ValueError(f"seed must be in 0..2^32 - 1, got {seed}")
-  rows = [*map(list, prompts), *([[0]] * spare)]
-  B = len(rows)
-  length = np.array([len(row) for row in rows], np.int32)
-  width = width or length.max()
-  if width < length.max():
-    raise ValueError(f"a prompt of {length.max()} does not fit width {width}")
-  prompt = np.zeros((B, width), np.int32)
-  for i, row in enumerate(rows):
-    prompt[i, : len(row)] = row
+  rows = [np.array(row, np.int32) for row in [*prompts, *([[0]] * spare)]]
+  hashes = [zlib.crc32(row.tobytes()) for row in rows]
 
   def fill(x, dtype, rest):
     x = np.broadcast_to(np.asarray(x, dtype), (len(prompts),))
     return np.concatenate([x, np.full(spare, rest, dtype)])
 
-  hashes = [zlib.crc32(row.tobytes()) for row in _ids(rows)]
   stops = [*stop_ids, *([-1] * (types.STOP_IDS - len(stop_ids)))]
-  used = lambda value, off: (np.asarray(value) != off).any()
-  neutral = types.Penalties(1, 0, 0)
-  asked = types.Penalties(*penalties.values())
+  stops = np.array(stops, np.int32)
   return types.Request(
-    prompt=prompt,
-    length=length,
+    prompt=_padded(rows, width),
+    length=np.array([len(row) for row in rows], np.int32),
     key=_keys(fill(seed, np.uint32, 0), np.array(hashes, np.uint32)),
     sampling=types.Sampling(
       temperature=fill(temperature, np.float32, 0),
@@ -95,24 +85,46 @@ def make(
       top_p=fill(top_p, np.float32, 1),
       min_p=fill(min_p, np.float32, 0),
       bias=_bias(bias, len(prompts), spare),
-      penalties=types.Penalties(
-        *(
-          fill(x, np.float32, off)
-          for x, off in zip(asked, neutral, strict=True)
-        )
-      )
-      if any(map(used, asked, neutral))
-      else None,
-      minimum=types.Minimum(
-        tokens=fill(min_new_tokens, np.int32, 0),
-        stop_ids=np.tile(np.array(stops, np.int32), (B, 1)),
-      )
-      if used(min_new_tokens, 0)
-      else None,
+      penalties=_penalties(penalties.values(), fill),
+      minimum=_minimum(min_new_tokens, stops, fill),
     ),
-    stop_ids=np.array(stops, np.int32),
+    stop_ids=stops,
     max_new=fill(max_new, np.int32, 0),
   )
+
+
+def _padded(rows, width):
+  """The prompts as one array [B, width], by default as wide as the longest."""
+  most = max(map(len, rows))
+  width = width or most
+  if width < most:
+    raise ValueError(f"a prompt of {most} does not fit width {width}")
+  prompt = np.zeros((len(rows), width), np.int32)
+  for i, row in enumerate(rows):
+    prompt[i, : len(row)] = row
+  return prompt
+
+
+def _used(value, off):
+  return (np.asarray(value) != off).any()
+
+
+def _penalties(values, fill):
+  """The `Penalties` of some values, None where all of them are off."""
+  asked, off = types.Penalties(*values), types.Penalties(1, 0, 0)
+  if not any(map(_used, asked, off)):
+    return None
+  return types.Penalties(
+    *(fill(x, np.float32, y) for x, y in zip(asked, off, strict=True))
+  )
+
+
+def _minimum(tokens, stop_ids, fill):
+  """The `Minimum` of a number of tokens, None where it is off."""
+  if not _used(tokens, 0):
+    return None
+  tokens = fill(tokens, np.int32, 0)
+  return types.Minimum(tokens, np.tile(stop_ids, (len(tokens), 1)))
 
 
 def bias_of(vocab_size, values, banned=()):
@@ -157,10 +169,6 @@ _RULES = {
   "frequency_penalty": ("finite", lambda x: x == x),
   "min_new_tokens": (">= 0", lambda x: x >= 0),
 }
-
-
-def _ids(rows):
-  return [np.array(row, np.int32) for row in rows]
 
 
 @jax.jit

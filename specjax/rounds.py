@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import sampling, types, verify
-from specjax.loop import commit, positions
+from specjax.loop import commit, places, positions
 
 # What a request's key is folded with for each use of a round; no token of an
 # answer, whose number plain decoding folds with, ever has such a number.
@@ -112,19 +112,11 @@ def _overlap(p, proposal):
   return jnp.pad(overlap, ((0, 0), (0, 1)), constant_values=jnp.nan)
 
 
-def _places(state, before, emitted, width):
-  """Indices rows, at of the emitted ones of a round's [B, width] tokens."""
-  i = jnp.arange(width)
-  S = state.tokens.shape[1]  # outside: not written
-  at = jnp.where(i < emitted[:, None], before[:, None] + i, S)
-  return jnp.arange(len(at))[:, None], at
-
-
 def score(state, before, emitted, tokens, logits, p):
   """Note the log-probabilities of the emitted ones of tokens [B, N]."""
   if state.logprobs is None:
     return state
-  rows, at = _places(state, before, emitted, tokens.shape[1])
+  rows, at = places(state, before, emitted, tokens.shape[1])
   chosen = lambda x: jnp.take_along_axis(x, tokens[..., None], -1)[..., 0]
   raw = chosen(logits) - jax.nn.logsumexp(logits, -1)
   put = lambda into, x: into.at[rows, at].set(x, mode="drop")
@@ -136,7 +128,7 @@ def score(state, before, emitted, tokens, logits, p):
 
 def _mark(state, before, emitted, num_accepted, overlap):
   """Note beside the tokens of a round where they came from."""
-  rows, at = _places(state, before, emitted, overlap.shape[1])
+  rows, at = places(state, before, emitted, overlap.shape[1])
   i = jnp.arange(overlap.shape[1])
   accepted = jnp.broadcast_to(i < num_accepted[:, None], at.shape)
   overlap = overlap.astype(state.overlap.dtype)

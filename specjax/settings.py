@@ -45,7 +45,7 @@ def check(config):
 def _check_draft(draft):
   _one_of("draft.name", draft.name, _DRAFTS)
   _range("draft.num_tokens", draft.num_tokens, 0)
-  _range("draft.num_tokens", draft.num_tokens, 0, 1000)  # no draft lasts
+  _range("draft.num_tokens", draft.num_tokens, 0, 1000)  # a slip of the hand
   _range("draft.head", draft.head, 0)
   if not math.isfinite(draft.temperature):
     raise UserError(

@@ -37,6 +37,22 @@ def _drafts():
   }
 
 
+def _speculate(name, ask, K, verifier="coupled", **options):
+  target, params = _tiny()
+  drafter, draft_params = _drafts()[name]
+  return generate.speculative(
+    target,
+    drafter,
+    params,
+    draft_params,
+    ask,
+    num_draft=K,
+    max_new_tokens=N,
+    verifier=verifier,
+    **options,
+  )
+
+
 def _same(got, want):
   np.testing.assert_array_equal(got.tokens, want.tokens)
   np.testing.assert_array_equal(got.finish_reason, want.finish_reason)
@@ -55,19 +71,9 @@ OPTIONS = {
 @pytest.mark.parametrize("name", ["lm", "ngram"])
 def test_tokens_are_those_of_plain_decoding(name, K, options):
   target, params = _tiny()
-  drafter, draft_params = _drafts()[name]
   ask = request.make(PROMPTS, max_new=N, stop_ids=[7], **OPTIONS[options])
   want = generate.autoregressive(target, params, ask, max_new_tokens=N)
-  got = generate.speculative(
-    target,
-    drafter,
-    params,
-    draft_params,
-    ask,
-    num_draft=K,
-    max_new_tokens=N,
-    verifier="coupled",
-  )
+  got = _speculate(name, ask, K)
   _same(got, want)
   if name == "lm" and K > 1:
     assert got.accepted.any() and not got.accepted.all()
@@ -88,7 +94,6 @@ HISTORIES = dict(
 def test_options_that_look_back(name, K):
   """B12, B49: the same law at every place of a block, whatever K is."""
   target, params = _tiny()
-  drafter, draft_params = _drafts()[name]
   V = target.vocab_size
   ask = request.make(
     PROMPTS,
@@ -100,17 +105,7 @@ def test_options_that_look_back(name, K):
   want = generate.autoregressive(
     target, params, ask, max_new_tokens=N, logprobs=True
   )
-  got = generate.speculative(
-    target,
-    drafter,
-    params,
-    draft_params,
-    ask,
-    num_draft=K,
-    max_new_tokens=N,
-    verifier="coupled",
-    logprobs=True,
-  )
+  got = _speculate(name, ask, K, logprobs=True)
   _same(got, want)
   for a, b in zip(got.logprobs, want.logprobs, strict=True):
     np.testing.assert_allclose(a, b, atol=1e-5)
@@ -172,20 +167,10 @@ def test_laws_by_their_definition():
 def test_greedy_with_penalties(verifier):
   """B49: at T = 0 the other verifiers give the plain tokens too."""
   target, params = _tiny()
-  drafter, draft_params = _drafts()["lm"]
   options = {**HISTORIES, "temperature": 0.0}
   ask = request.make(PROMPTS, max_new=N, stop_ids=[3, 5, 7], **options)
   want = generate.autoregressive(target, params, ask, max_new_tokens=N)
-  got = generate.speculative(
-    target,
-    drafter,
-    params,
-    draft_params,
-    ask,
-    num_draft=4,
-    max_new_tokens=N,
-    verifier=verifier,
-  )
+  got = _speculate("lm", ask, 4, verifier)
   _same(got, want)
 
 

@@ -99,12 +99,7 @@ def random(architecture, *, seed=0):
     if untie and config.tied:
       params["head"] = jnp.copy(params["embed"].T)
     params = jax.tree_util.tree_map_with_path(
-      lambda path, x: (
-        jnp.copy(matrix.in_blocks(x, block))
-        if path[-1].key in ("kernel", "head")
-        else x
-      ),
-      params,
+      lambda path, x: weights.stored(path[-1].key, x, block), params
     )
     return params, weights.as_loaded(config, untie, block)
 

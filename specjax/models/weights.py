@@ -157,12 +157,18 @@ def load(source, *, dtype, untie=False, block=0, track=lambda leaves: leaves):
       leaf = leaf._replace(parts={_EMBED: leaf.shape[::-1]})
     # JAX may keep this very buffer as its own, so nothing writes to it again.
     # Waiting for the copy, if it makes one, bounds the memory to one leaf more.
-    value = _read(source, leaf, dtype)
-    if leaf.path[-1] in ("kernel", "head"):
-      value = np.ascontiguousarray(matrix.in_blocks(value, block))
-    value = jax.block_until_ready(jax.device_put(value))
+    value = stored(leaf.path[-1], _read(source, leaf, dtype), block)
+    value = jax.device_put(np.ascontiguousarray(value))
+    value = jax.block_until_ready(value)
     _put(params, leaf.path, value)
   return params, as_loaded(source.config, untie, block)
+
+
+def stored(name, value, block):
+  """A leaf of the tree, in blocks if it is a matrix that rows multiply."""
+  if name not in ("kernel", "head"):
+    return value
+  return matrix.in_blocks(value, block)
 
 
 def as_loaded(config, untie, block=0):
