@@ -6,6 +6,8 @@ r"""Decode prompts, plainly and speculatively, and report what each took.
       --config.draft.layers=0,1,29
   python decode.py --config=configs/smollm2.py --json=out.json \
       --config.prompts.path=configs/prompts.jsonl --config.batch_size=8
+  python decode.py --config=configs/smollm2.py --config.stop=". " \
+      --config.sampling.repetition_penalty=1.1 --config.verifier=coupled
   echo "Once upon a time" | python decode.py --config=configs/smollm2.py \
       --config.prompt=- --config.chat=False
 
@@ -46,6 +48,7 @@ def main(argv):
   dtype = runtime.setup(config.dtype)
   began = time.perf_counter()
   opened = terminal.open_target(out, config)
+  settings.sampling(config, opened.config.vocab_size)  # ids that it has
   sizes = play.sizes(opened, todo, config)
   draft = terminal.open_draft(out, config, opened, sizes)
   model, loaded = terminal.load_pair(out, opened, draft, sizes, dtype)

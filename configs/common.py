@@ -31,7 +31,16 @@ def decoding():
     top_k=0,  # 0 is off
     top_p=1.0,  # 1 is off
     min_p=0.0,  # 0 is off
+    repetition_penalty=1.0,  # 1 is off; of tokens in prompt or answer
+    presence_penalty=0.0,  # taken from the logit of a token of the answer
+    frequency_penalty=0.0,  # the same, times how often it is there
+    min_new_tokens=0,  # no end before so many, but for the context's
+    bias="",  # added to logits, JSON: {"198": -2.5} of token ids
+    banned=(),  # token ids that never come, such as 198,216
   )
+  c.stop = ""  # a text that ends an answer and is cut; or a JSON list of them
+  c.ignore_eos = False  # go on behind end tokens, up to max_new_tokens
+  c.logprobs = False  # of each token, in the --json report
   c.seed = 0
   c.dtype = "auto"  # float32 on a CPU, bfloat16 elsewhere
   return c

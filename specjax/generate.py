@@ -14,12 +14,13 @@ import numpy as np
 from jax import lax
 
 from specjax import sampling, types
-from specjax.loop import commit, num_slots, output, positions, start
+from specjax.loop import commit, cut, num_slots, output, positions, start
 from specjax.rounds import draw_at, keyed_noise, round, score
 
 __all__ = [
   "advance",
   "autoregressive",
+  "cut",
   "num_slots",
   "output",
   "round",

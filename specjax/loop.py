@@ -224,6 +224,23 @@ def commit(target, state, tokens, count, broken):
   ), emitted
 
 
+def cut(state, keep):
+  """End rows behind a token that the host chose, with the reason "stop".
+
+  Compiles nothing. What the loop had made behind it is not counted.
+
+  Args:
+    keep: {row: tokens of its answer to keep}.
+  """
+  length, finish = np.array(state.length), np.array(state.finish)
+  prompt_length = np.array(state.prompt_length)
+  for row, count in keep.items():
+    length[row] = prompt_length[row] + count
+    finish[row] = types.STOP
+  put = jax.device_put
+  return state._replace(length=put(length), finish=put(finish))
+
+
 def output(state, max_new_tokens):
   """Read what is committed so far back to the host, as an `Output`."""
   state = jax.device_get(

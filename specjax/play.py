@@ -1,20 +1,15 @@
-"""Play prompts through the decoders, batch by batch and turn by turn.
-
-Everything that touches the host while tokens are made is here: it feeds the
-compiled programs of `generate.py` and hands what they emit to a `show`.
-"""
+"""Play prompts through the decoders, batch by batch and turn by turn."""
 
 import time
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
-from specjax import generate, metrics, pair, prompts, request, settings, types
+from specjax import answers, generate, pair, prompts, request, settings
+from specjax.answers import Show, Turn
 from specjax.errors import UserError
-from specjax.models import tokenizer
 
-CHUNK_STEPS = 8  # target calls between two looks of the host: some 10 us
+__all__ = ["Show", "Sizes", "Turn", "play", "sizes", "warm_up"]
 
 
 class Sizes(NamedTuple):
@@ -24,48 +19,6 @@ class Sizes(NamedTuple):
   slots: int
   max_new: int
   tokens: int  # of the longest conversation, its last answer included
-
-
-class Turn(NamedTuple):
-  """What is asked: a prompt, by its place among all, and which of its turns."""
-
-  index: int
-  prompt: prompts.Prompt
-  number: int
-
-
-class Answer(NamedTuple):
-  """What came of a turn."""
-
-  turn: Turn
-  prompt_ids: tuple[int, ...]
-  token_ids: tuple[int, ...]
-  text: str
-  finish_reason: str
-  rounds: tuple[int, ...]  # which target call emitted each token
-  accepted: tuple[bool, ...]  # whether it is the draft's
-
-
-class Batch(NamedTuple):
-  """What one decoder made of a turn, and how long it took without compiling."""
-
-  decoder: str  # one of settings.DECODERS
-  answers: tuple[Answer, ...]
-  slots: int
-  compile_seconds: float  # 0 unless the conversations outgrew the slots
-  prefill_seconds: float  # of the target and of the draft
-  seconds: float  # of the decode loop
-  steps: int  # target calls of the loop
-  acceptance: metrics.Acceptance | None  # None in plain decoding
-  interrupted: bool  # by Ctrl-C: answers may stop anywhere
-
-
-class Show(NamedTuple):
-  """What is done with the answers as they come; each may do nothing."""
-
-  begin: object  # (decoder, answers-to-be: list of Turn) -> None
-  tokens: object  # (row, new ids, which of them are the draft's) -> None
-  end: object  # () -> None
 
 
 def sizes(opened, todo, config):
@@ -107,15 +60,17 @@ def warm_up(model, draft, config, sizes):
     {decoder: seconds it took}; near zero when the compilation cache has them.
   """
   spent = {}
-  one = request.make([[0]], max_new=1, batch=sizes.batch, width=sizes.slots)
+  one = _request(model, [[0]], 0, config, sizes._replace(max_new=1))
   nothing = np.full((sizes.batch, sizes.max_new), -1, np.int32)
   for name in settings.decoders(config):
     began = time.perf_counter()
     with_draft = _draft(name, draft, one, nothing)
-    size = dict(max_new_tokens=1, slots=sizes.slots)
-    list(
-      generate.stream(model.target, model.params, one, draft=with_draft, **size)
+    few = sizes._replace(max_new=1)
+    state = answers.start(model, one, few, with_draft, config)
+    state = generate.advance(
+      model.target, model.params, state, steps=1, draft=with_draft
     )
+    generate.output(state, 1)
     spent[name] = time.perf_counter() - began
   return spent
 
@@ -150,17 +105,21 @@ def play(model, draft, todo, config, sizes, show):
       now = {name: [talks[name][i] for i in rows] for name in names}
       ids = {name: _asked(model, turns, now[name], config) for name in names}
       sizes, compiling = _grown(model, draft, config, sizes, ids)
+      seeds = [turn.prompt.seed for turn in turns]
+      seeds = [config.seed if seed is None else seed for seed in seeds]
       plain = None
       for name in names:
-        ask = _request(model, turns, ids[name], config, sizes)
+        ask = _request(model, ids[name], seeds, config, sizes)
         with_draft = _draft(name, draft, ask, plain)
         show.begin(name, turns)
-        run = _decode(model, ask, sizes, with_draft, show.tokens)
+        run = answers.decode(model, ask, sizes, with_draft, config, show.tokens)
         show.end()
-        answers = _answers(model, run.output, turns, ids[name])
-        for talk, answer in zip(now[name], answers, strict=True):
+        found = answers.answers(model, run, turns, ids[name])
+        for talk, answer in zip(now[name], found, strict=True):
           talk.append(_message("assistant", answer.text))
-        yield _batch(name, answers, sizes, compiling[name], run, with_draft)
+        yield answers.batch(
+          name, found, sizes, compiling[name], run, with_draft
+        )
         if run.interrupted:
           raise KeyboardInterrupt
         plain = run.output.tokens
@@ -202,93 +161,16 @@ def _grown(model, draft, config, sizes, ids):
   return sizes, warm_up(model, draft, config, sizes)
 
 
-def _request(model, turns, ids, config, sizes):
-  seeds = [turn.prompt.seed for turn in turns]
+def _request(model, ids, seeds, config, sizes):
   return request.make(
     # one that fills the context ends at once, with the reason "context"
     [row[: model.target.context] for row in ids],
     max_new=sizes.max_new,
-    seed=[config.seed if seed is None else seed for seed in seeds],
-    stop_ids=model.tokenizer.stop_ids,
+    seed=seeds,
+    stop_ids=() if config.ignore_eos else model.tokenizer.stop_ids,
     width=sizes.slots,
     batch=sizes.batch,
-    **config.sampling,
-  )
-
-
-class _Run(NamedTuple):
-  """What came back from the loop."""
-
-  output: types.Output
-  prefill_seconds: float
-  seconds: float
-  interrupted: bool
-
-
-def _decode(model, ask, sizes, draft, on_tokens):
-  """Run one request to its end, or to Ctrl-C once there is something to keep.
-
-  The clock stops while the host looks.
-  """
-  target, params = model.target, model.params
-  began = time.perf_counter()
-  size = dict(max_new_tokens=sizes.max_new, slots=sizes.slots)
-  state = generate.start(target, params, ask, draft=draft, **size)
-  jax.block_until_ready(state)
-  prefill_seconds = time.perf_counter() - began
-  out, seconds, seen = None, 0.0, np.zeros(sizes.batch, int)
-  try:
-    while out is None or (out.finish_reason == types.RUNNING).any():
-      began = time.perf_counter()
-      state = generate.advance(
-        target, params, state, steps=CHUNK_STEPS, draft=draft
-      )
-      out = generate.output(state, sizes.max_new)
-      seconds += time.perf_counter() - began
-      for row in np.flatnonzero(out.length > seen):
-        new = np.s_[row, seen[row] : out.length[row]]
-        on_tokens(row, out.tokens[new].tolist(), out.accepted[new].tolist())
-      seen = out.length
-  except KeyboardInterrupt:
-    if out is None:
-      raise
-    return _Run(out, prefill_seconds, seconds, True)
-  return _Run(out, prefill_seconds, seconds, False)
-
-
-def _answers(model, out, turns, ids):
-  return tuple(
-    _answer(model, out, row, turn, ids[row]) for row, turn in enumerate(turns)
-  )
-
-
-def _answer(model, out, row, turn, prompt_ids):
-  new = np.s_[row, : out.length[row]]
-  ids = tuple(out.tokens[new].tolist())
-  reason = types.FINISH_REASONS[out.finish_reason[row]]
-  return Answer(
-    turn=turn,
-    prompt_ids=tuple(prompt_ids),
-    token_ids=ids,
-    text=tokenizer.decode(model.tokenizer, ids),
-    # a row that was running when the clock stopped was interrupted
-    finish_reason="interrupted" if reason == "running" else reason,
-    rounds=tuple(out.round[new].tolist()),
-    accepted=tuple(out.accepted[new].tolist()),
-  )
-
-
-def _batch(decoder, answers, sizes, compile_seconds, run, draft):
-  return Batch(
-    decoder=decoder,
-    answers=answers,
-    slots=sizes.slots,
-    compile_seconds=compile_seconds,
-    prefill_seconds=run.prefill_seconds,
-    seconds=run.seconds,
-    steps=int(run.output.stats.steps),
-    acceptance=draft and metrics.acceptance(run.output, draft.num_draft),
-    interrupted=run.interrupted,
+    **settings.sampling(config, model.target.vocab_size),
   )
 
 

@@ -47,7 +47,7 @@ def build(config, model, draft, dtype, sizes, batches, seconds, interrupted):
   return {
     "schema": SCHEMA,
     "interrupted": interrupted,
-    **_compared(_pairs(batches), config.sampling.temperature),
+    **_compared(_pairs(batches), config),
     **_acceptance(batches, draft),
     "predicted": None,
     **parts,
@@ -97,11 +97,11 @@ def _pairs(batches):
   return [tuple(found[name] for name in settings.DECODERS) for found in both]
 
 
-def _compared(pairs, temperature):
+def _compared(pairs, config):
   """What both decoders made of the same turns.
 
-  Only at T = 0 are equal tokens promised. Where an answer differs, what comes
-  after it in its conversation differs too.
+  Only at T = 0 and in coupled mode are equal tokens promised. Where an answer
+  differs, what comes after it in its conversation differs too.
   """
   if not pairs:
     return dict(exact=None, speedup=None, compared=None)
@@ -109,7 +109,7 @@ def _compared(pairs, temperature):
   totals = {name: _totals(side) for name, side in sides.items()}
   found = {"turns": sum(len(plain.answers) for plain, _ in pairs), **totals}
   exact = None
-  if temperature == 0:
+  if config.sampling.temperature == 0 or config.verifier == "coupled":
     found |= _agreement(pairs)
     exact = found["first_difference"] is None
   rates = [
@@ -186,8 +186,10 @@ def _output(answer, decoder):
     "token_ids": list(answer.token_ids),
     "text": answer.text,
     "finish_reason": answer.finish_reason,
+    "stop_text": answer.stop_text,
     "rounds": list(answer.rounds),
     **({"accepted": list(answer.accepted)} if decoder == "speculative" else {}),
+    **({"logprobs": answer.logprobs._asdict()} if answer.logprobs else {}),
   }
 
 

@@ -14,7 +14,7 @@ import time
 import rich.progress
 import rich.text
 
-from specjax import settings, terminal
+from specjax import settings, stops, terminal
 from specjax.models import tokenizer
 from specjax.play import Show
 
@@ -41,13 +41,15 @@ def show(out, tok, todo, sizes, config):
   if decoders[-1] == "speculative" and out.is_terminal and _coloured():
     out.print(rich.text.Text.assemble(("green", "green"), _LEGEND))
   total = sum(len(prompt.turns) for prompt in todo)
+  texts = settings.stop_texts(config)
+  new_text = lambda: _Text(tok, texts)
   if sizes.batch == 1:
-    return _live(out, tok, total, decoders)
-  return _batched(out, tok, total, sizes.max_new, decoders)
+    return _live(out, new_text, total, decoders)
+  return _batched(out, new_text, total, sizes.max_new, decoders)
 
 
 @contextlib.contextmanager
-def _live(out, tok, total, decoders):
+def _live(out, new_text, total, decoders):
   """Stream one answer at a time."""
   tell = _teller(out, total)
   spinner = out.status("")
@@ -59,17 +61,17 @@ def _live(out, tok, total, decoders):
     if decoder == decoders[0]:
       tell(turns[0], done)
     if decoder == decoders[-1]:
-      text = _Text(tok)
+      text = new_text()
     else:
       spinner.update(f"{_SAID[decoder]} ...")
       spinner.start()
 
-  def tokens(row, ids, accepted):
+  def tokens(row, ids, accepted, whole):
     nonlocal count
     del row
     count += len(ids)
     if text:
-      _write(text.step(ids, accepted))
+      _write(text.step(ids, accepted, whole))
     else:
       spinner.update(f"{_SAID[decoders[0]]}, {count} tokens")
 
@@ -91,7 +93,7 @@ def _live(out, tok, total, decoders):
 
 
 @contextlib.contextmanager
-def _batched(out, tok, total, max_new, decoders):
+def _batched(out, new_text, total, max_new, decoders):
   """Show a bar; print the answers of a group of prompts when all are there.
 
   They are printed in the prompts' order, a prompt's turns one after the other,
@@ -111,13 +113,13 @@ def _batched(out, tok, total, max_new, decoders):
   def begin(decoder, turns):
     nonlocal todo, texts, spoken
     todo, spoken = turns, decoder == decoders[-1]
-    texts = [_Text(tok) for _ in turns]
+    texts = [new_text() for _ in turns]
     bar.update(task, description=_SAID[decoder])
     bar.start()
 
-  def tokens(row, ids, accepted):
+  def tokens(row, ids, accepted, whole):
     nonlocal num_tokens
-    texts[row].step(ids, accepted)
+    texts[row].step(ids, accepted, whole)
     num_tokens += len(ids)
     bar.update(task, advance=len(ids), tokens=num_tokens)
 
@@ -150,24 +152,50 @@ def _batched(out, tok, total, max_new, decoders):
 
 
 class _Text:
-  """An answer in pieces, each a (text, whether it was drafted)."""
+  """An answer in pieces, each a (text, whether it was drafted).
 
-  def __init__(self, tok):
+  What may turn out to begin a stop text is held back.
+  """
+
+  def __init__(self, tok, stop_texts):
     self._stream = tokenizer.stream(tok)
-    self._last = False
+    self._stop_texts = stop_texts
+    self._last = self._ended = False
+    self._held = []
+    self._count = 0  # characters of `pieces`
     self.pieces = []
 
-  def step(self, ids, accepted):
-    """Return the new pieces; a character is whose token completed it."""
-    new = []
+  def step(self, ids, accepted, whole=None):
+    """Return the new pieces; a character is whose token completed it.
+
+    Args:
+      whole: the answer's text if it ended at a stop text, else None.
+    """
     for i, self._last in zip(ids, accepted, strict=True):
-      new.append((self._stream.step([i]), self._last))
-    self.pieces += new
+      self._held.append((self._stream.step([i]), self._last))
+    held = "".join(text for text, _ in self._held)
+    if whole is None:
+      return self._release(len(held) - stops.held_back(held, self._stop_texts))
+    self._held.append((self._stream.flush(), self._last))
+    new, self._ended = self._release(len(whole) - self._count), True
     return new
 
   def flush(self):
     """Return what is held back when no more ids come."""
-    new = [(self._stream.flush(), self._last)]
+    if self._ended:
+      return []
+    self._held.append((self._stream.flush(), self._last))
+    return self._release(sum(len(text) for text, _ in self._held))
+
+  def _release(self, count):
+    """Move the first `count` held characters to the pieces, and return them."""
+    new, rest = [], []
+    for text, drafted in self._held:
+      new.append((text[:count], drafted))
+      rest.append((text[count:], drafted))
+      count = max(count - len(text), 0)
+    new, self._held = ([x for x in part if x[0]] for part in (new, rest))
+    self._count += sum(len(text) for text, _ in new)
     self.pieces += new
     return new
 

@@ -1,5 +1,6 @@
 """Refuse a config's impossible values before anything is loaded."""
 
+import json
 import math
 
 from specjax import cli, request, types
@@ -30,16 +31,79 @@ def check(config):
       '--config.target="random" needs a config with an architecture, such as'
       " configs/tiny.py or configs/smollm2.py:random"
     )
-  try:
-    request.check(**config.sampling)
-  except ValueError as e:
-    raise UserError(f"--config.sampling.{e}") from e
+  _check_sampling(config.sampling)
+  stop_texts(config)
   _check_draft(config.draft)
   if config.draft.name == "replay" and config.decoder != "both":
     raise UserError(
       "--config.draft.name=replay drafts the plain run's answer, so it needs"
       f" --config.decoder=both, got {config.decoder}"
     )
+
+
+def _check_sampling(asked):
+  values = {k: v for k, v in asked.items() if k not in ("bias", "banned")}
+  try:
+    request.check(**values)
+  except ValueError as e:
+    raise UserError(f"--config.sampling.{e}") from e
+  if not all(type(i) is int for i in asked.banned):
+    raise UserError(
+      "--config.sampling.banned must be token ids, such as 198,216, got"
+      f" {','.join(map(str, asked.banned)) or 'nothing'}"
+    )
+  _bias(asked.bias)
+
+
+def _bias(text):
+  """{token id: added logit} of JSON like {"198": -2.5}."""
+  try:
+    values = json.loads(text or "{}")
+    return {int(i): float(x) for i, x in values.items()}
+  except (ValueError, TypeError, AttributeError):
+    raise UserError(
+      "--config.sampling.bias must be JSON of token ids and numbers, such as"
+      f""" '{{"198": -2.5}}', got {text}"""
+    ) from None
+
+
+def sampling(config, vocab_size):
+  """Return a config's sampling as `request.make` wants it.
+
+  Raises:
+    UserError: a biased or banned id that the vocabulary lacks.
+  """
+  asked = dict(config.sampling)
+  values, banned = _bias(asked.pop("bias")), asked.pop("banned")
+  if not values and not banned:
+    return asked
+  try:
+    bias = request.bias_of(vocab_size, values, banned)
+  except ValueError as e:
+    raise UserError(f"--config.sampling.bias and .banned: {e}") from e
+  if len({*banned}) >= vocab_size:
+    raise UserError("--config.sampling.banned leaves no token")
+  return asked | {"bias": bias}
+
+
+def stop_texts(config):
+  """Return the texts that end an answer, a tuple.
+
+  Raises:
+    UserError: `config.stop` looks like JSON and is no list of texts.
+  """
+  if not config.stop.startswith("["):
+    return (config.stop,) if config.stop else ()
+  try:
+    texts = json.loads(config.stop)
+    if all(isinstance(text, str) and text for text in texts):
+      return tuple(texts)
+  except ValueError:
+    pass
+  raise UserError(
+    "--config.stop must be one text or a JSON list of texts, such as"
+    f""" '["\\n\\n", "User:"]', got {config.stop}"""
+  )
 
 
 def _check_draft(draft):

@@ -6,6 +6,18 @@ from specjax import memory
 
 _BAR = 8  # characters of the histogram's longest bar
 _SHOWN = 16  # positions, and bars that may be empty
+_TRUNCATION = ("top_k", "top_p", "min_p")
+_OFF = dict(  # a value that changes nothing
+  top_k=0,
+  top_p=1,
+  min_p=0,
+  repetition_penalty=1,
+  presence_penalty=0,
+  frequency_penalty=0,
+  min_new_tokens=0,
+  bias="",
+  banned="",
+)
 
 
 def rows(report):
@@ -81,7 +93,10 @@ def _why_slower(report):
 def _exactness(report):
   found, exact = report["compared"], report["exact"]
   if exact is None:
-    return "at temperature 0 tokens are equal; here only their law is"
+    return (
+      "in law; at temperature 0, or with --config.verifier=coupled, token for"
+      " token"
+    )
   if exact:
     return f"yes: all {found['equal_tokens']} tokens equal plain decoding"
   first, dtype = found["first_difference"], report["model"]["dtype"]
@@ -154,6 +169,7 @@ def _machine(report, runs):
       f"{model['dtype']}, batch {config['batch_size']}, {model['slots']} slots",
     ),
     ("sampling", f"{_sampling(config['sampling'])}, seed {config['seed']}"),
+    *_stops(config),
     ("device", _device(report["device"])),
     ("versions", ", ".join(versions)),
   ]
@@ -183,16 +199,24 @@ def _draft(report):
 
 
 def _sampling(values):
-  """The values that are in force; see `types.Sampling` for what is off."""
-  if values["temperature"] == 0:
-    return "greedy"
-  on = {
-    "temperature": True,
-    "top_k": values["top_k"] > 0,
-    "top_p": values["top_p"] < 1,
-    "min_p": values["min_p"] > 0,
-  }
-  return ", ".join(f"{name} {values[name]}" for name in on if on[name])
+  """The values that are in force; see configs/common.py for what is off."""
+  greedy = values["temperature"] == 0
+  words = ["greedy" if greedy else f"temperature {values['temperature']}"]
+  for name, off in _OFF.items():
+    value = values[name]
+    if name == "banned":
+      value = ",".join(map(str, value))
+    on = value > 0 if name == "top_k" else value != off
+    if on and not (greedy and name in _TRUNCATION):
+      words.append(f"{name} {value}")
+  return ", ".join(words)
+
+
+def _stops(config):
+  """What else than end tokens ends an answer, if anything."""
+  words = [f"at {config['stop']!r}"] * (config["stop"] != "")
+  words += ["not at end tokens"] * config["ignore_eos"]
+  return [("stop", ", ".join(words))] if words else []
 
 
 def _device(device):

@@ -409,12 +409,12 @@ def test_stdout_in_a_file_has_no_colour(cache, half, tmp_path):
 
 
 def test_a_character_has_the_colour_of_the_token_that_completes_it(capsys):
-  text = screen._Text(tokenizer.byte_level(300))
+  text = screen._Text(tokenizer.byte_level(300), ())
   pieces = text.step([*"é".encode(), 65], [True, False, True])
-  assert pieces == [("", True), ("é", False), ("A", True)]
-  assert text.step([0xC3], [True]) == [("", True)]
+  assert pieces == [("é", False), ("A", True)]
+  assert text.step([0xC3], [True]) == []
   assert text.flush() == [("�", True)]
-  assert text.pieces == [*pieces, ("", True), ("�", True)]
+  assert text.pieces == [*pieces, ("�", True)]
 
 
 def test_real_model_knows_the_capital_of_france(smollm2_gguf):

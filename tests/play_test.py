@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from configs import tiny
-from specjax import metrics, pair, play
+from specjax import answers, metrics, pair, play
 from specjax.errors import UserError
 from specjax.models import load
 from specjax.prompts import Prompt
 
 QUIET = play.Show(
-  lambda name, turns: None, lambda row, ids, accepted: None, lambda: None
+  lambda name, turns: None, lambda row, ids, accepted, whole: None, lambda: None
 )
 TEXTS = ["a", "bb" * 40, "To be, or not to be", "é" * 7, "x" * 90]
 PLAIN, SPECULATIVE = "autoregressive", "speculative"
@@ -246,7 +246,7 @@ def test_show_sees_every_token_once():
   def begin(decoder, turns):
     calls.append([(decoder, t.index, t.number) for t in turns])
 
-  def tokens(row, ids, accepted):
+  def tokens(row, ids, accepted, whole):
     assert len(ids) == len(accepted) > 0
     key = calls[-1][row]
     seen.setdefault(key, []).extend(zip(ids, accepted, strict=True))
@@ -307,8 +307,8 @@ def test_an_interrupt_keeps_what_was_decoded(where):
     nonlocal decoder
     decoder = name
 
-  def tokens(row, ids, accepted):
-    del row, accepted
+  def tokens(row, ids, accepted, whole):
+    del row, accepted, whole
     if decoder == where:
       chunks.append(ids)
     if len(chunks) == 2:
@@ -326,7 +326,7 @@ def test_an_interrupt_keeps_what_was_decoded(where):
   (answer,) = batch.answers
   assert batch.interrupted and answer.finish_reason == "interrupted"
   kept = sum(map(len, chunks))
-  assert answer.rounds[-1] + 1 == 2 * play.CHUNK_STEPS == batch.steps
+  assert answer.rounds[-1] + 1 == 2 * answers.CHUNK_STEPS == batch.steps
   assert kept < len(whole.token_ids)
   assert answer.token_ids == whole.token_ids[:kept]
 

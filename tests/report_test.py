@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from configs import tiny
-from specjax import memory, metrics, pair, play, report, table
+from specjax import answers as answers_
+from specjax import memory, metrics, pair, play, report, table, types
 from specjax.errors import UserError
 from specjax.models import load
 from specjax.prompts import Prompt
@@ -27,7 +28,7 @@ def _batch(*rows, decoder=PLAIN, **changes):
   """
   each = 1 if decoder == PLAIN else 2
   answers = [
-    play.Answer(
+    answers_.Answer(
       turn=play.Turn(i, Prompt(f"p{i}", "chat", (), ("a", "b"), None), turn),
       prompt_ids=(1, 2, 300),
       token_ids=tuple(range(n)),
@@ -43,7 +44,7 @@ def _batch(*rows, decoder=PLAIN, **changes):
   numbers |= dict(interrupted=False, acceptance=None)
   if decoder == SPECULATIVE:
     numbers["acceptance"] = _acceptance([n for _, _, n in rows])
-  return play.Batch(decoder, tuple(answers), **numbers | changes)
+  return answers_.Batch(decoder, tuple(answers), **numbers | changes)
 
 
 def _acceptance(lengths):
@@ -168,6 +169,53 @@ def test_exact(model):
   assert result["exact"] is True
   said = dict(table.rows(result))["exact"]
   assert said == "yes: all 16 tokens equal plain decoding"
+  # in coupled mode tokens are equal at any temperature
+  coupled = _greedy(**{"sampling.temperature": 1.0, "verifier": "coupled"})
+  assert _build(model, batches, config=coupled)["exact"] is True
+
+
+@pytest.mark.parametrize(
+  "changes, said",
+  [
+    ({}, "greedy, seed 0"),
+    ({"sampling.top_k": 5, "sampling.top_p": 0.9}, "greedy, seed 0"),
+    (
+      {"sampling.temperature": 0.7, "sampling.top_k": 5, "sampling.min_p": 0.1},
+      "temperature 0.7, top_k 5, min_p 0.1, seed 0",
+    ),
+    (
+      {
+        "sampling.repetition_penalty": 1.2,
+        "sampling.min_new_tokens": 4,
+        "sampling.banned": (3, 5),
+        "sampling.bias": '{"1": 2}',
+      },
+      'greedy, repetition_penalty 1.2, min_new_tokens 4, bias {"1": 2},'
+      " banned 3,5, seed 0",
+    ),
+  ],
+)
+def test_the_sampling_that_is_in_force(model, changes, said):
+  result = _build(model, _both((0, 0, 5)), config=_greedy(**changes))
+  assert dict(table.rows(result))["sampling"] == said
+
+
+def test_stops_and_logprobs(model):
+  """In the table what else ends an answer; in the JSON what did, and when."""
+  batches = _both((0, 0, 2))
+  logprobs = types.Logprobs([-0.5, -1.0], [-0.25, -0.75])
+  change = lambda a: a._replace(stop_text="x", logprobs=logprobs)
+  batches = [b._replace(answers=tuple(map(change, b.answers))) for b in batches]
+  config = _greedy(stop="x ", ignore_eos=True)
+  result = _build(model, batches, config=config)
+  assert dict(table.rows(result))["stop"] == "at 'x ', not at end tokens"
+  for name in (PLAIN, SPECULATIVE):
+    (output,) = result[name]["outputs"]
+    assert output["stop_text"] == "x"
+    assert output["logprobs"] == {"raw": [-0.5, -1.0], "law": [-0.25, -0.75]}
+  result = _build(model, _both((0, 0, 2)), config=_greedy())
+  assert "stop" not in dict(table.rows(result))
+  assert "logprobs" not in result[PLAIN]["outputs"][0]
 
 
 def test_not_exact(model):
@@ -235,7 +283,7 @@ def test_rows(model):
     "12.0 tokens/s, 250.0 ms a round (12 tokens in 4 rounds, 1.00 s)"
   )
   assert rows["speed-up"] == "2.00 x" and "slower" not in rows
-  assert rows["exact"].startswith("at temperature 0")
+  assert rows["exact"].startswith("in law; at temperature 0")
   assert rows["tokens a call"] == "1.71 of at most 3"
   assert rows["accepted"] == "1.00 .00 (positions 1 to 2)"
   assert rows["histogram"] == "0 0, 1 ████████ 7, 2 0 (accepted, rounds)"
