@@ -273,6 +273,9 @@ def test_standard_input(cache):
     ),
     (["--config.draft.temperature=nan"], "draft.temperature must be finite"),
     (["--config.draft.alpha=-0.1"], "draft.alpha must be in 0..1"),
+    (['--config.stop=["a"'], "must be one text or a JSON list of texts"),
+    (["--config.sampling.banned=a"], "banned must be token ids"),
+    (['--config.sampling.bias={"384": 1}'], "token id 384 is outside 0..383"),
     (
       ["--config.draft.name=replay", "--config.decoder=speculative"],
       "needs --config.decoder=both",
@@ -393,6 +396,33 @@ def test_accepted_tokens_are_green(cache, half):
   assert "".join(want) + "\r\n" in seen
 
 
+def test_what_is_asked_beside_the_truncation(cache, half, tmp_path):
+  """A stop text, a ban and log-probabilities, by flags, in both decoders."""
+  stop = half["text"][20:23]
+  end = half["text"].index(stop)
+  path = tmp_path / "out.json"
+  flags = [
+    f"--config.stop={json.dumps([stop, 'nowhere'])}",
+    "--config.logprobs",
+  ]
+  seen = _run(*HALF, *flags, f"--json={path}", cache=cache)
+  assert seen.stdout == half["text"][:end] + "\n", seen.stderr
+  report = json.loads(path.read_text())
+  assert report["exact"] and report["speculative"]["tokens"] == end + 3
+  for name in ("autoregressive", "speculative"):
+    (output,) = report[name]["outputs"]
+    assert output["token_ids"] == half["token_ids"][: end + 3]
+    assert (output["finish_reason"], output["stop_text"]) == ("stop", stop)
+    assert len(output["logprobs"]["raw"]) == end + 3
+  banned = half["token_ids"][0]
+  seen = _run(
+    *HALF, f"--config.sampling.banned={banned}", f"--json={path}", cache=cache
+  )
+  (output,) = json.loads(path.read_text())["speculative"]["outputs"]
+  assert banned not in output["token_ids"], seen.stderr
+  assert f"banned {banned}" in seen.stderr
+
+
 @pytest.mark.parametrize("env", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
 def test_no_colour_where_none_is_wanted(cache, half, env):
   seen = _on_terminal(*HALF, cache=cache, **{"TERM": "xterm", **env})
@@ -442,7 +472,7 @@ def test_bar_is_taken_down_when_the_run_breaks(batch_size):
     config = common.decoding()  # both decoders
     with screen.show(out, tok, [turn.prompt], sizes, config) as show:
       show.begin("autoregressive", [turn])
-      show.tokens(0, [65], [False])
+      show.tokens(0, [65], [False], None)
       raise ZeroDivisionError
   assert "decoding" in file.getvalue()
   assert file.getvalue().count("\x1b[?25l") == file.getvalue().count(
