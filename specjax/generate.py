@@ -68,6 +68,7 @@ def speculative(
   max_new_tokens,
   verifier="block",
   draft_sampling=None,
+  policy=None,
   slots=None,
   logprobs=False,
 ):
@@ -87,6 +88,8 @@ def speculative(
       "coupled", whose output is that of `autoregressive`, token for token.
     draft_sampling: a `Sampling` of the draft, fields [B]; by default the
       request's. It changes how much is accepted, never the law.
+    policy: an `adaptive.Policy` by which rows draft fewer than num_draft tokens
+      where more would not pay; None: num_draft in every round.
 
   Returns:
     `Output` of numpy arrays; see `metrics.py` for what it tells.
@@ -95,7 +98,7 @@ def speculative(
     ValueError: as there, or the draft does not fit the request.
   """
   draft = types.Draft(
-    drafter, draft_params, num_draft, verifier, draft_sampling
+    drafter, draft_params, num_draft, verifier, draft_sampling, policy
   )
   sizes = dict(max_new_tokens=max_new_tokens, slots=slots, logprobs=logprobs)
   return _to_the_end(target, params, request, draft, sizes)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import checks, sampling, types
+from specjax import adaptive, checks, sampling, types
 from specjax.cache import prefill
 
 SLOT_STEP = 256  # slots come in multiples of this: one program a multiple
@@ -37,6 +37,7 @@ class State(NamedTuple):
   history: types.History | None  # fields [B, ...], None where none is needed
   logprobs: types.Logprobs | None  # fields [B, S], None: not asked for
   draft: Any  # the drafter's state, None in plain decoding
+  adaptive: adaptive.Adaptive | None  # None: each round drafts K tokens
   steps: jax.Array  # [] int32, target calls made
 
 
@@ -95,6 +96,7 @@ def start(
     history=None,
     logprobs=_no_logprobs(tokens.shape) if logprobs else None,
     draft=None,
+    adaptive=draft and _adaptive(draft.policy, len(prompt)),
     steps=np.int32(0),
   )
   state = _prefill(target, params, state)
@@ -126,6 +128,13 @@ def _arrays(ask):
 def _of_draft(ask):
   """A draft sees the temperature and truncation alone; the law is p's."""
   return _arrays(ask._replace(bias=None, penalties=None, minimum=None))
+
+
+def _adaptive(policy, batch):
+  if policy is None:
+    return None
+  policy = adaptive.Policy(*(np.asarray(x, np.float32) for x in policy))
+  return adaptive.Adaptive(policy, adaptive.begin(batch))
 
 
 def _no_logprobs(shape):
@@ -252,6 +261,7 @@ def output(state, max_new_tokens):
       stop_ids=None,
       history=None,
       draft=None,
+      adaptive=None,
     )
   )
   t = np.arange(max_new_tokens)  # [N]

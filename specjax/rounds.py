@@ -4,11 +4,14 @@
 randomness, so that a test can put its own in place and sum over every outcome.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from specjax import sampling, types, verify
+from specjax import adaptive, sampling, types, verify
 from specjax.loop import commit, places, positions
 
 # What a request's key is folded with for each use of a round; no token of an
@@ -45,15 +48,16 @@ def round(
     The state, one round older.
   """
   K, rows = num_draft, jnp.arange(len(state.tokens))
-  context = types.Context(state.tokens, state.length, state.draft_sampling, K)
+  context = types.Context(
+    state.tokens, state.length, state.draft_sampling, K, _more(state)
+  )
   proposal, draft = drafter.propose(draft_params, state.draft, context, noise)
 
   last = state.tokens[rows, state.length - 1]
   fed = jnp.concatenate([last[:, None], proposal.tokens], 1)  # [B, K + 1]
-  hidden, taps, cache = target.apply(
-    params, fed, positions(state, K + 1), state.cache, features=drafter.features
+  logits, taps, cache = _score(
+    target, drafter.features, params, state, fed, proposal.length
   )
-  logits = target.unembed(params, hidden)  # [B, K + 1, V]
   p = _laws(logits, state, proposal.tokens)
 
   n, following = _judge(verifier, p, proposal, noise)  # [B], [B]
@@ -66,10 +70,79 @@ def round(
   state, emitted = commit(
     target, state._replace(cache=cache), tokens, n + finite, ~finite
   )
-  state = _mark(state, before, emitted, n, _overlap(p, proposal))
+  overlap = _overlap(p, proposal)
+  state = _mark(state, before, emitted, n, overlap)
+  state = _learn(state, proposal, overlap, n, emitted)
   state = score(state, before, emitted, tokens, logits, p)
   outcome = types.Outcome(tokens, emitted, before, taps)
   return state._replace(draft=drafter.commit(draft_params, draft, outcome))
+
+
+def _more(state):
+  """The rule by which rows stop drafting, None where they never do."""
+  if state.adaptive is None:
+    return None
+  policy, learned = state.adaptive
+  return functools.partial(adaptive.decide, policy, learned)
+
+
+def _learn(state, proposal, overlap, num_accepted, emitted):
+  """What the round teaches a row about its draft, if it is to learn."""
+  if state.adaptive is None:
+    return state
+  policy, learned = state.adaptive
+  K = proposal.tokens.shape[1]
+  # behind the first rejection the prefix is not the target's
+  reached = jnp.arange(K) <= num_accepted[:, None]
+  learned = adaptive.learn(
+    policy,
+    learned,
+    proposal.confidence,
+    jnp.where(reached, overlap[:, :K], jnp.nan),
+    proposal.length,
+    emitted,
+  )
+  return state._replace(adaptive=adaptive.Adaptive(policy, learned))
+
+
+def _score(target, features, params, state, fed, drafted):
+  """Logits [B, K + 1, V] and taps of the fed tokens, and the cache.
+
+  Where rows may draft less, the call has the smallest compiled width that
+  holds the longest draft of the batch; what lies behind it is not real. Each
+  width is a loop of no trip or one: a `lax.switch` would copy the cache.
+  """
+  N = fed.shape[1]
+
+  def call(width, cache):
+    hidden, taps, cache = target.apply(
+      params,
+      fed[:, :width],
+      positions(state, width),
+      cache,
+      features=features,
+    )
+    return target.unembed(params, hidden), taps, cache
+
+  if state.adaptive is None:
+    return call(N, state.cache)
+  running = state.finish == types.RUNNING
+  need = jnp.where(running, drafted, 0).max() + 1
+  shapes = jax.eval_shape(lambda: call(N, state.cache)[:2])
+  logits, taps = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+  carry, narrower = (logits, taps, state.cache), 0
+  for width in adaptive.widths(N - 1):
+
+    def body(_, carry, width=width):
+      logits, taps, cache = carry
+      some, some_taps, cache = call(width, cache)
+      put = lambda into, x: into.at[:, :width].set(x)
+      return put(logits, some), put(taps, some_taps), cache
+
+    once = (need > narrower) & (need <= width)
+    carry = lax.fori_loop(0, once.astype(jnp.int32), body, carry)
+    narrower = width
+  return carry
 
 
 def _laws(logits, state, drafted):

@@ -129,6 +129,9 @@ class Proposal(NamedTuple):
   tokens: jax.Array  # [B, K] int32
   probs: jax.Array  # [B, K, V] the very law each was drawn from
   length: jax.Array  # [B] int32 in 0..K, how many are real
+  # [B, K] in [0, 1], how sure the draft was of each before it was drawn; None
+  # from a draft that never stops early
+  confidence: jax.Array | None = None
 
 
 class Verdict(NamedTuple):
@@ -153,6 +156,9 @@ class Context(NamedTuple):
   length: jax.Array  # [B] int32
   sampling: Sampling  # fields [B], the draft's own
   num_draft: int  # K
+  # (i, survival [B], confidence [B]) -> (whether to draft token i [B], the
+  # survival that it brings); None: draft K
+  more: Callable | None = None
 
 
 class Outcome(NamedTuple):
@@ -190,3 +196,4 @@ class Draft(NamedTuple):
   num_draft: int  # K >= 0
   verifier: str = "block"  # one of VERIFIERS
   sampling: Sampling | None = None  # of the draft, fields [B]; None: the rows'
+  policy: Any = None  # `adaptive.Policy` to draft fewer than K by; None: K

@@ -7,6 +7,7 @@ a small draft.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,10 +44,13 @@ def make(model, vocab_size, *, ids=None):
   if ids is not None:
     ids = _checked(ids, vocab_size)
 
-  def draw(params, hidden, context, noise, i):
-    """A token [B] and the law [B, V] that it was drawn from."""
+  def law(params, hidden, context):
+    """q [B, Vq] of the token behind, in the draft's own vocabulary."""
     logits = model.unembed(params, hidden)[:, :vocab_size]
-    q = jax.vmap(sampling.probabilities)(logits, context.sampling)  # [B, Vq]
+    return jax.vmap(sampling.probabilities)(logits, context.sampling)
+
+  def draw(q, noise, i):
+    """A token [B] and the law [B, V] that it was drawn from."""
     token = noise.draft(i, q)
     if ids is None:
       return token, jnp.pad(q, ((0, 0), (0, vocab_size - q.shape[1])))
@@ -63,20 +67,30 @@ def make(model, vocab_size, *, ids=None):
     hidden, cache = _feed(model, params, cache, last_two, at)
     if not K:
       return _nothing(B, vocab_size), cache
-    token, q = draw(params, hidden, context, noise, 0)
+    q = law(params, hidden, context)
+    plan = _go_on(context, 0, _Plan.begin(B, K), q)
+    token, q = draw(q, noise, 0)
     # padded, not set: XLA's CPU backend makes five copies of a scatter at K = 1
     drafted = jnp.pad(token[:, None], ((0, 0), (0, K - 1)))
     probs = jnp.pad(q[:, None], ((0, 0), (0, K - 1), (0, 0)))
 
-    def step(i, carry):
-      cache, drafted, probs = carry
+    def step(carry):
+      i, cache, drafted, probs, plan = carry
       last, at = drafted[:, i - 1, None], (length - 1 + i)[:, None]
       hidden, cache = _feed(model, params, cache, last, at)
-      token, q = draw(params, hidden, context, noise, i)
-      return cache, drafted.at[:, i].set(token), probs.at[:, i].set(q)
+      q = law(params, hidden, context)
+      plan = _go_on(context, i, plan, q)
+      token, q = draw(q, noise, i)
+      drafted = drafted.at[:, i].set(token)
+      return i + 1, cache, drafted, probs.at[:, i].set(q), plan
 
-    cache, drafted, probs = lax.fori_loop(1, K, step, (cache, drafted, probs))
-    return Proposal(drafted, probs, jnp.full(B, K, jnp.int32)), cache
+    _, cache, drafted, probs, plan = lax.while_loop(
+      lambda carry: (carry[0] < K) & carry[-1].alive.any(),
+      step,
+      (jnp.int32(1), cache, drafted, probs, plan),
+    )
+    confidence = None if context.more is None else plan.confidence
+    return Proposal(drafted, probs, plan.length, confidence), cache
 
   def init(params, prompt, length, taps, slots):
     del taps, slots  # it reads none; its slots are the target's
@@ -88,6 +102,36 @@ def make(model, vocab_size, *, ids=None):
     propose=propose,
     commit=lambda params, cache, outcome: cache,  # lengths do it all
     context=model.context,
+  )
+
+
+class _Plan(NamedTuple):
+  """How far each row drafts."""
+
+  alive: jax.Array  # [B] bool, it has not stopped
+  length: jax.Array  # [B] int32, tokens so far
+  survival: jax.Array  # [B] what is believed of them all
+  confidence: jax.Array  # [B, K] the largest q of each, before it was drawn
+
+  @classmethod
+  def begin(cls, batch, num_draft):
+    one = jnp.ones(batch, jnp.float32)
+    length = jnp.zeros(batch, jnp.int32)
+    return cls(one > 0, length, one, jnp.zeros((batch, num_draft)))
+
+
+def _go_on(context, i, plan, q):
+  """The plan once each row has decided about its token i, whose law is q."""
+  if context.more is None:
+    return plan._replace(length=plan.length + 1)
+  confidence = q.max(-1).astype(jnp.float32)
+  go, survival = context.more(i, plan.survival, confidence)
+  alive = plan.alive & go
+  return _Plan(
+    alive,
+    plan.length + alive,
+    survival,
+    plan.confidence.at[:, i].set(confidence),
   )
 
 

@@ -49,16 +49,20 @@ def make(vocab_size, *, longest=8, shortest=1):
     at = best + 1 + jnp.arange(num_draft) % period
     # where nothing is found, the last token: padding may be anything
     draft = tokens[jnp.minimum(at, length - 1)]
-    return draft, jnp.where(found, num_draft, 0).astype(jnp.int32)
+    length = jnp.where(found, num_draft, 0).astype(jnp.int32)
+    return draft, length, agreed[best] / longest
 
   def propose(params, state, context, noise):
     del params, noise
-    draft, length = jax.vmap(lookup, (0, 0, None))(
+    draft, length, confidence = jax.vmap(lookup, (0, 0, None))(
       context.tokens, context.length, context.num_draft
     )
+    if context.more is not None:
+      length = jnp.minimum(length, _worth(context, confidence))
     # float32 by name: under jax_enable_x64 a float64 would widen p (B59)
     probs = jax.nn.one_hot(draft, vocab_size, dtype=jnp.float32)
-    return Proposal(draft, probs, length), state
+    confidence = jnp.broadcast_to(confidence[:, None], draft.shape)
+    return Proposal(draft, probs, length, confidence), state
 
   return Drafter(
     features=(),
@@ -66,3 +70,14 @@ def make(vocab_size, *, longest=8, shortest=1):
     propose=propose,
     commit=lambda params, state, outcome: state,
   )
+
+
+def _worth(context, confidence):
+  """How many tokens of a copy are worth drafting [B]."""
+  survival = jnp.ones_like(confidence)
+  alive, length = survival > 0, jnp.zeros(len(confidence), jnp.int32)
+  for i in range(context.num_draft):
+    go, survival = context.more(i, survival, confidence)
+    alive &= go
+    length += alive
+  return length

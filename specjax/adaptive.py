@@ -1,0 +1,109 @@
+"""How many tokens to draft: as long as the next one is worth its cost.
+
+With lambda the tokens that decoding makes in the time of a plain step, drafting
+one more token pays exactly if
+
+  P(it and all before it are accepted | what is known before it is drawn)
+    > lambda * (c + v_{i+1} - v_i),
+
+c the cost of a draft step and v_i that of a target call on i + 1 tokens, in
+plain steps (renewal reward, the threshold policy of Huang et al. 2024,
+"SpecDec++"). Both sides are learned by each row from its own past rounds: the
+mean of sum min(p, q) where the draft was about as sure of itself, and lambda.
+
+Nothing here looks at the token that it decides about, so that every verifier
+stays exact. The tokens of a row depend on its own past alone.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+BINS = 8  # of the draft's confidence
+_PRIOR = 2.0  # tests that a bin begins with, as good as the draft believes
+
+
+class Policy(NamedTuple):
+  """What a round costs, in plain steps; data, so that none compiles anew."""
+
+  draft: jax.Array  # [] float32, c: a drafted token
+  verify: jax.Array  # [K + 1] float32, v_k: a target call on k + 1 tokens
+  overhead: jax.Array  # [] float32, the rest of a round
+
+
+class Learned(NamedTuple):
+  """What a row's past rounds have taught, fields [B, ...]."""
+
+  tested: jax.Array  # [B, BINS] float32
+  overlap: jax.Array  # [B, BINS] float32, of sum min(p, q) over them
+  tokens: jax.Array  # [B] float32 emitted
+  cost: jax.Array  # [B] float32, plain steps
+
+
+class Adaptive(NamedTuple):
+  """What a state carries."""
+
+  policy: Policy
+  learned: Learned
+
+
+def begin(batch):
+  """Return the `Learned` of rows that believe their draft."""
+  middle = (jnp.arange(BINS) + 0.5) / BINS
+  tested = jnp.full((batch, BINS), _PRIOR, jnp.float32)
+  one = jnp.ones(batch, jnp.float32)
+  return Learned(tested, tested * middle, one, one)
+
+
+def _bin(confidence):
+  return jnp.clip((confidence * BINS).astype(jnp.int32), 0, BINS - 1)
+
+
+def decide(policy, learned, i, survival, confidence):
+  """Return whether rows draft their token i [B], and its survival [B].
+
+  Args:
+    i: [] from 0.
+    survival: [B] that of the tokens before it, 1 for the first.
+    confidence: [B] in [0, 1], how sure the draft is of its token i before it
+      is drawn; what that is worth is learned.
+  """
+  at = _bin(confidence)[:, None]
+  take = lambda x: jnp.take_along_axis(x, at, 1)[:, 0]
+  survival = survival * take(learned.overlap) / take(learned.tested)
+  rate = learned.tokens / learned.cost
+  more = policy.draft + policy.verify[i + 1] - policy.verify[i]
+  return survival > rate * more, survival
+
+
+def learn(policy, learned, confidence, overlap, drafted, emitted):
+  """Return what a round adds.
+
+  Args:
+    confidence: [B, K] of each drafted token.
+    overlap: [B, K] sum min(p, q) where it was tested, else NaN.
+    drafted: [B] tokens; the target is called on one more, as far as the row is
+      concerned: what its neighbours need is none of its business.
+    emitted: [B] tokens; a row with none has ended, and learns nothing.
+  """
+  real = ~jnp.isnan(overlap) & (emitted > 0)[:, None]
+  one_hot = jax.nn.one_hot(_bin(confidence), BINS) * real[..., None]
+  found = jnp.where(real, overlap, 0)
+  spent = policy.draft * drafted + policy.verify[drafted] + policy.overhead
+  return Learned(
+    learned.tested + one_hot.sum(1),
+    learned.overlap + (one_hot * found[..., None]).sum(1),
+    learned.tokens + emitted,
+    learned.cost + jnp.where(emitted > 0, spent, 0),
+  )
+
+
+def widths(num_draft):
+  """The compiled widths of a target call: 1, 2, 3, 5, 9, ... K + 1 tokens."""
+  found = {1, num_draft + 1}
+  k = 1
+  while k <= num_draft:
+    found.add(k + 1)
+    k *= 2
+  return tuple(sorted(found))
