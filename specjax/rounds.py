@@ -49,7 +49,7 @@ def round(
   """
   K, rows = num_draft, jnp.arange(len(state.tokens))
   context = types.Context(
-    state.tokens, state.length, state.draft_sampling, K, _more(state)
+    state.tokens, state.length, state.draft_sampling, K, rule(state)
   )
   proposal, draft = drafter.propose(draft_params, state.draft, context, noise)
 
@@ -78,7 +78,7 @@ def round(
   return state._replace(draft=drafter.commit(draft_params, draft, outcome))
 
 
-def _more(state):
+def rule(state):
   """The rule by which rows stop drafting, None where they never do."""
   if state.adaptive is None:
     return None

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import toy
 
-from specjax import generate, loop, request, types
+from specjax import generate, loop, request, rounds, types
 
 
-def joint_law(p, drafter, params, prompt, *, K, T, choices):
+def joint_law(p, drafter, params, prompt, *, K, T, choices, policy=None):
   """{text of T tokens: probability} behind a prompt, over successive rounds.
 
   Every draft, every side of every acceptance threshold and every next token
@@ -22,6 +22,7 @@ def joint_law(p, drafter, params, prompt, *, K, T, choices):
     p: [V, V, V] float64, the target's law after (before, last).
     drafter, params: the draft; what has a row for each row has one here.
     choices: size of the draft's own vocabulary, 1 if it draws nothing.
+    policy: an `adaptive.Policy`, None to draft K tokens in every round.
   """
   target = toy.trigram(len(p))
   with np.errstate(divide="ignore"):
@@ -31,7 +32,7 @@ def joint_law(p, drafter, params, prompt, *, K, T, choices):
   run = _program(target, table, p, drafter, params, every, drawn)
 
   ask = request.make([prompt], max_new=T + K, temperature=1.0)
-  draft = types.Draft(drafter, params, K)
+  draft = types.Draft(drafter, params, K, policy=policy)
   start = loop.start(target, table, ask, max_new_tokens=T + K, draft=draft)
   frontier, done = {(): (1.0, start)}, {}
   while frontier:
@@ -39,7 +40,7 @@ def joint_law(p, drafter, params, prompt, *, K, T, choices):
     drawn.clear()
     new, w, q = jax.device_get(run(_rows(state, np.zeros(B, int))))
     jax.effects_barrier()
-    assert choices == 1 or len(drawn) == K
+    assert choices == 1 or policy or len(drawn) == K
     for i, law in drawn.items():  # B05: drawn from what the proposal says
       chance = np.asarray(law)[np.arange(B), every.draws[:, i]]
       np.testing.assert_allclose(chance, q[:, i], atol=1e-6)
@@ -86,8 +87,11 @@ def _program(target, table, p, drafter, params, every, drawn):
 
   def thresholds(state, noise):
     """u [B, K] on the wanted side of min(1, p / q), weight [B], q [B, K]."""
-    context = types.Context(state.tokens, state.length, state.sampling, K)
-    x, probs, length = drafter.propose(params, state.draft, context, noise)[0]
+    context = types.Context(
+      state.tokens, state.length, state.sampling, K, rounds.rule(state)
+    )
+    proposal, _ = drafter.propose(params, state.draft, context, noise)
+    x, probs, length, _ = proposal
     rows, i = jnp.arange(B)[:, None], jnp.arange(K)
     seen = state.tokens[rows, state.length[:, None] - jnp.array([2, 1])]
     seen = jnp.concatenate([seen, x], 1)
@@ -149,5 +153,9 @@ def laws(V, seed=0):
 def _rows(state, rows):
   """The state of some rows; what belongs to the whole batch stays."""
   shared = dict(steps=state.steps, stop_ids=state.stop_ids)
-  per_row = state._replace(steps=(), stop_ids=())
-  return jax.tree.map(lambda x: x[rows], per_row)._replace(**shared)
+  own = state.adaptive
+  per_row = state._replace(
+    steps=(), stop_ids=(), adaptive=own and own.learned
+  )
+  some = jax.tree.map(lambda x: x[rows], per_row)._replace(**shared)
+  return some._replace(adaptive=own and own._replace(learned=some.adaptive))
