@@ -17,7 +17,7 @@ from jax import lax
 from specjax import loop, sampling, types
 from specjax.cache import prefill
 
-ROWS = 256  # tokens a target call of the pass, all rows together
+ROWS = 64  # tokens a target call of the pass, all rows together
 
 
 class Text(NamedTuple):

@@ -91,7 +91,7 @@ class Forecast(NamedTuple):
   speedups: predict.Speedups | None  # None: not of one row
 
 
-def of_run(model, draft, config, sizes, batches, track):
+def of_run(model, draft, config, sizes, batches, track=lambda groups: groups):
   """Return the `Forecast` beside a run of both decoders, or None.
 
   The texts are the plain run's. Its step and the speculative run's round are
@@ -106,6 +106,8 @@ def of_run(model, draft, config, sizes, batches, track):
   plain = [b for b in batches if b.decoder == "autoregressive"]
   speculative = [b for b in batches if b.decoder == "speculative"]
   found = [(a.prompt_ids, a.token_ids) for b in plain for a in b.answers]
+  if not speculative:
+    return None
   K = draft.opened.num_draft
   if not K or not any(ids for _, ids in found):
     return None

@@ -42,6 +42,7 @@ class Tokens(NamedTuple):
 class Prediction(NamedTuple):
   """Of one draft, rule and set of texts; [K + 1] for k = 0..K."""
 
+  texts: int  # how many
   tokens: Tokens
   alpha: float  # mean over positions
   iid: np.ndarray  # E[N] of that alpha at every place, endless text
@@ -121,6 +122,7 @@ def predict(texts, rule):
   rounds = theory.expected_rounds(n[:, None], iid)  # [P, K + 1]
   mean = A[real].mean(0)
   return Prediction(
+    texts=len(n),
     tokens=tokens_a_round(n, expected_rounds(A, n)),
     alpha=alpha,
     iid=theory.expected_tokens(alpha, k),

@@ -11,7 +11,7 @@ import textwrap
 import rich.console
 import rich.progress
 
-from specjax import memory, pair, settings
+from specjax import forecast, memory, pair, settings
 from specjax.models import hub, load
 
 
@@ -95,6 +95,19 @@ def load_pair(out, target, draft, sizes, dtype):
     return model, None
   bar = track(out, "reading the draft's weights")
   return model, pair.load(draft, model, dtype=dtype, track=bar)
+
+
+def predicted(out, model, draft, config, sizes, batches):
+  """Return the `forecast.Forecast` of a run, None if there is none to make.
+
+  Args:
+    model: a `load.Model`; draft: a `pair.Pair` or None.
+    sizes: a `play.Sizes`; batches: list of `answers.Batch`.
+  """
+  if not config.predict or draft is None or not batches:
+    return None
+  with waiting(out, "predicting from the plain answers"):
+    return forecast.of_run(model, draft, config, sizes, batches)
 
 
 def table(out, rows):
