@@ -156,11 +156,7 @@ def _prediction(report):
   """Predicted from the plain texts and the costs, beside what was measured."""
   found, costs, K = report["predicted"], report["costs"], report["draft"]["K"]
   ms = lambda name: f"{costs[name] * 1e3:.1f} ms"
-  C = f"C {costs['C']:.1f}" if costs["C"] else "C has no end"
-  low, high = found["tokens_per_call_interval"]
-  tokens = (
-    f"{found['tokens_per_call']:.2f} tokens a call ({low:.2f} to {high:.2f})"
-  )
+  C = f"C {costs['C']:.1f}" if costs["C"] else "a free draft"
   rows = [
     (
       "costs",
@@ -169,20 +165,23 @@ def _prediction(report):
       f" {K + 1} ({C}), the rest of a round {ms('rest_of_a_round')}",
     )
   ]
+  said = f"{found['tokens_per_call']:.2f} tokens a call"
+  said += _interval(found, "tokens_per_call_interval")
   if not found["speedup"]:
-    return [*rows, ("predicted", tokens)]
+    return [*rows, ("predicted", said)]
+  said += f", {found['speedup']:.2f} x{_interval(found, 'speedup_interval')}; "
   best = f"best at K = {found['best_k']}: {found['best_speedup']:.2f} x"
-  if not found["best_k"]:
-    best = "no smaller K pays"
+  said += best if found["best_k"] else "no K up to this one pays"
   parts = dict(found["parts"])
   factors = [f"{parts.pop('textbook'):.2f} by E[N] / (1 + K / C)"]
   factors += [f"{factor:.2f} {name}" for name, factor in parts.items()]
-  speedup = f"{found['speedup']:.2f} x{to(found['speedup_interval'])}"
-  return [
-    *rows,
-    ("predicted", f"{tokens}, {speedup}; {best}"),
-    ("its parts", " x ".join(factors)),
-  ]
+  return [*rows, ("predicted", said), ("its parts", " x ".join(factors))]
+
+
+def _interval(found, name):
+  """One text has none."""
+  low, high = found[name]
+  return f" ({low:.2f} to {high:.2f})" if found["texts"] > 1 else ""
 
 
 def _share(x):

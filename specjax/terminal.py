@@ -106,8 +106,11 @@ def predicted(out, model, draft, config, sizes, batches):
   """
   if not config.predict or draft is None or not batches:
     return None
-  with waiting(out, "predicting from the plain answers"):
-    return forecast.of_run(model, draft, config, sizes, batches)
+  try:
+    with waiting(out, "predicting from the plain answers"):
+      return forecast.of_run(model, draft, config, sizes, batches)
+  except KeyboardInterrupt:  # the answers are there: their report comes
+    return None
 
 
 def table(out, rows):
