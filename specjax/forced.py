@@ -29,14 +29,6 @@ class Text(NamedTuple):
   sampling: types.Sampling  # fields [B], as it was decoded
 
 
-class Forced(NamedTuple):
-  """Log-probabilities of N answer tokens, padded; see `Text.length`."""
-
-  log_p: np.ndarray  # [B, N] of token s
-  log_q: np.ndarray  # [B, N, K]: of token s + i, in a round that starts at s
-  alpha: np.ndarray  # [B, N] sum min(p, q) at s; NaN where nothing is drafted
-
-
 def text(request, output, slots):
   """Return the `Text` of a request and what `autoregressive` made of it."""
   prompt, length = np.asarray(request.prompt), np.asarray(request.length)
@@ -166,6 +158,7 @@ def _chunk(
   found = []
   for own in samplings:
     q = law(logits, own)
+    q = jnp.where(q > 0, q, 0)  # where q is not finite nothing is accepted
     log_q = jnp.log(jnp.where(is_next, q, 0).sum(-1))
     found.append((log_q, jnp.minimum(its_p, q).sum(-1)))
   return _State(cache, draft_cache, history), (log_p, found)
@@ -225,7 +218,7 @@ def _replay(drafter, draft_params, text, ask, own, *, num_draft, most):
     i = jnp.arange(K)
     q = proposal.probs[rows[:, None], i, ahead[:, :K]]
     real = (i < proposal.length[:, None]) & (at[:, :K] < text.length[:, None])
-    log_q = jnp.where(real, jnp.log(q), -jnp.inf)
+    log_q = jnp.where(real & (q > 0), jnp.log(q), -jnp.inf)
     one = jnp.ones(B, jnp.int32)
     outcome = types.Outcome(ahead, one, length, None)
     state = drafter.commit(draft_params, state, outcome)

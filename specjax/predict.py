@@ -16,6 +16,7 @@ decoding keeps other tokens and is not predicted.
 from typing import NamedTuple
 
 import numpy as np
+from scipy import special
 
 from specjax import theory, timing
 
@@ -42,8 +43,9 @@ class Tokens(NamedTuple):
 class Prediction(NamedTuple):
   """Of one draft, rule and set of texts; [K + 1] for k = 0..K."""
 
-  texts: int  # how many
   tokens: Tokens
+  length: np.ndarray  # [P] tokens of each text
+  rounds: np.ndarray  # [P, K + 1] expected of each text
   alpha: float  # mean over positions
   iid: np.ndarray  # E[N] of that alpha at every place, endless text
   iid_finite: np.ndarray  # the same, n / R(n) over these texts' lengths
@@ -94,8 +96,11 @@ def expected_rounds(A, length):
 def tokens_a_round(length, rounds, *, level=0.95, resamples=1000, seed=0):
   """Total tokens / total rounds with a bootstrap interval over texts.
 
-  Texts are resampled whole: what happens inside one is dependent. (Percentile
-  bootstrap of a ratio: Efron & Tibshirani 1993, chapter 13.)
+  Texts are resampled whole: what happens inside one is dependent. The
+  percentiles are those of Student's t at P - 1 degrees of freedom: at the
+  normal's own, few texts would give intervals that are too short, by
+  sqrt((P - 1) / P) and more. (Expanded percentile interval: Hesterberg 2015,
+  arXiv:1411.5279.)
 
   Args:
     length: [P] tokens; rounds: [P, K + 1].
@@ -107,7 +112,11 @@ def tokens_a_round(length, rounds, *, level=0.95, resamples=1000, seed=0):
   rng = np.random.default_rng(seed)
   weight = rng.multinomial(P, np.full(P, 1 / P), resamples)  # [R, P]
   found = (weight @ length)[:, None] / (weight @ rounds)
-  low, high = np.quantile(found, [(1 - level) / 2, (1 + level) / 2], 0)
+  tail = 0.5
+  if P > 1:
+    t = special.stdtrit(P - 1, (1 + level) / 2)
+    tail = special.ndtr(-t * np.sqrt(P / (P - 1)))
+  low, high = np.quantile(found, [tail, 1 - tail], 0)
   return Tokens(length.sum() / rounds.sum(0), low, high)
 
 
@@ -119,14 +128,15 @@ def predict(texts, rule):
   alpha = float(np.clip(texts.alpha[real].mean(), 0, 1))
   k, n = np.arange(K + 1), texts.length
   iid = np.where(k <= k[:, None], alpha**k, 0)  # A_j of k drafted tokens
-  rounds = theory.expected_rounds(n[:, None], iid)  # [P, K + 1]
-  mean = A[real].mean(0)
+  iid_rounds = theory.expected_rounds(n[:, None], iid)  # [P, K + 1]
+  rounds, mean = expected_rounds(A, n), A[real].mean(0)
   return Prediction(
-    texts=len(n),
-    tokens=tokens_a_round(n, expected_rounds(A, n)),
+    tokens=tokens_a_round(n, rounds),
+    length=n,
+    rounds=rounds,
     alpha=alpha,
     iid=theory.expected_tokens(alpha, k),
-    iid_finite=n.sum() / rounds.sum(0),
+    iid_finite=n.sum() / iid_rounds.sum(0),
     by_position=mean.cumsum(),
     survival=mean,
   )
@@ -151,10 +161,10 @@ def speedups(prediction, costs):
   c, v, o = timing.units(costs, K)
   cost = v + c * np.arange(K + 1) + o
   S = Tokens(*(x / cost for x in prediction.tokens))
-  ratio = max(costs.cost_ratio, 1e-9)
+  k, C = np.arange(K + 1), costs.cost_ratio
   return Speedups(
     *S,
-    iid=theory.speedup(prediction.alpha, np.arange(K + 1), ratio),
+    iid=theory.speedup(prediction.alpha, k, C),
     best=int(np.argmax(np.append(1, S.mean[1:]))),
   )
 
@@ -166,7 +176,7 @@ def parts(prediction, costs, k):
     {name: factor}; E[N] / (1 + k / C) times their product is S(k).
   """
   c, v, o = timing.units(costs, k)
-  textbook = theory.speedup(prediction.alpha, k, max(costs.cost_ratio, 1e-9))
+  textbook = theory.speedup(prediction.alpha, k, costs.cost_ratio)
   finite = prediction.iid_finite[k] / prediction.iid[k]
   varies = prediction.tokens.mean[k] / prediction.iid_finite[k]
   cost = 1 + k / costs.cost_ratio

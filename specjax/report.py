@@ -180,7 +180,7 @@ def _predicted(forecast, draft):
   tokens = prediction.tokens
   return {
     "verifier": draft.verifier,
-    "texts": prediction.texts,
+    "texts": len(prediction.length),
     "tokens_per_call": float(tokens.mean[K]),
     "tokens_per_call_interval": [float(tokens.low[K]), float(tokens.high[K])],
     "speedup": S and float(S.mean[K]),

@@ -1,8 +1,9 @@
-"""What a draft step, a target call and a round cost on this device.
+"""What a drafted token, a target call and a round cost on this device.
 
 Each thing is a compiled loop of its own, run once to compile it; then all take
 turns, so that a drift of the machine's speed falls on each. Costs are medians
-over the turns, with the quarters on both sides.
+over the turns, with the quarters on both sides. What was not measured can be
+extrapolated by a roofline, and is then marked as modelled.
 """
 
 import functools
@@ -35,19 +36,26 @@ class Costs(NamedTuple):
   round: dict[int, Cost]  # {K: a whole round}
   batch: int
   context: int  # tokens in the cache when the clock starts
+  modelled: bool = False  # extrapolated by `extrapolate`, not measured
 
   def call(self, n):
-    """Seconds of a target call on n tokens a row, between measured n linear."""
+    """Seconds of a target call on n tokens a row, between measured n linear.
+
+    ValueError outside them.
+    """
     known = sorted(self.target)
-    return float(np.interp(n, known, [self.target[i].median for i in known]))
+    if not known[0] <= n <= known[-1]:
+      raise ValueError(f"calls on {known} tokens were measured, not on {n}")
+    return float(np.interp(n, known, [self.target[m].median for m in known]))
 
   def overhead(self, K):
-    """Seconds of a round beside K drafted tokens and a target call."""
+    """Seconds of a round beside K drafted tokens and a target call.
+
+    Between measured K linear, outside them that of the nearest.
+    """
     known = sorted(self.round)
-    rest = [
-      self.round[k].median - k * self.draft.median - self.call(k + 1)
-      for k in known
-    ]
+    parts = [k * self.draft.median + self.call(k + 1) for k in known]
+    rest = [self.round[k].median for k in known] - np.array(parts)
     return float(np.interp(K, known, rest))
 
   @property
@@ -68,10 +76,26 @@ def units(costs, K):
   return costs.draft.median / step, v, o
 
 
+def fit(room, context, longest, steps):
+  """(context, steps) nearest to those asked for that fit some room.
+
+  Args:
+    room: tokens that the slots and both contexts hold.
+    longest: K of the longest round; `steps` of them follow the context.
+
+  Raises:
+    ValueError: not one does.
+  """
+  steps = min(steps, (room - 1) // (longest + 1))
+  if steps < 1:
+    raise ValueError(f"a round of K = {longest} does not fit {room} tokens")
+  return max(min(context, room - steps * (longest + 1)), 1), steps
+
+
 def measure(
   target,
   params,
-  draft,
+  drafts,
   *,
   batch,
   slots,
@@ -83,61 +107,73 @@ def measure(
   turns=5,
   track=lambda turns: turns,
 ):
-  """Return the `Costs` of a pair.
+  """Return {name: `Costs`} of a target and its drafts, measured in turns.
 
   Args:
     target: a `Target`; params: its parameters.
-    draft: a `types.Draft`, whose K is the longest round that is timed.
+    drafts: {name: `types.Draft`}; their own num_draft is not looked at.
     batch, slots: B rows of so many cache slots.
     context: tokens before the first timed one; they are made up.
-    widths: which K to time, a call on K + 1 tokens and a round of each.
+    widths: which K to time: a call on K + 1 tokens and a round of each.
     sampling: dict of `request.make`'s sampling values, by default greedy.
     whole: also time plain steps and whole rounds; without, they are missing.
     steps: target calls between two looks at the clock.
     track: wraps the turns, for a progress bar.
 
   Raises:
-    ValueError: `steps` rounds of the longest draft do not fit the slots.
+    ValueError: `steps` of the longest round do not fit; see `fit`.
   """
   widths = sorted({0, *widths})
-  need = context + steps * (widths[-1] + 1)
-  if need > slots:
-    raise ValueError(f"timing needs {need} slots, there are {slots}")
+  longest, most = widths[-1], steps * (widths[-1] + 1)
+  room = min(slots, target.context)
+  if context + most > room:
+    raise ValueError(f"timing needs {context + most} tokens, there are {room}")
   ask = request.make(
     [_made_up(target, context)] * batch,
-    max_new=slots - context,
+    max_new=most,
     seed=np.arange(batch),
     **(sampling or {}),
   )
-  size = dict(max_new_tokens=slots - context, slots=slots)
-  run = functools.partial(_decode, target, params, ask, size, steps)
-  cache, start = target.init_cache(batch, slots), np.int32(context)
-  call = lambda n: functools.partial(
-    seconds, target_loop(target, batch, n, steps), params, cache, start
-  )
-  a_round = lambda k: functools.partial(run, draft._replace(num_draft=k))
-  longest = draft._replace(num_draft=widths[-1])
-  state = generate.start(target, params, ask, draft=longest, **size)
-  proposals = propose_loop(draft.drafter, widths[-1], steps)
-  times = take_turns(
-    {
-      "draft": functools.partial(seconds, proposals, draft.params, state),
-      **{("call", k + 1): call(k + 1) for k in widths},
-      **({"plain": functools.partial(run, None)} if whole else {}),
-      **({("round", k): a_round(k) for k in widths} if whole else {}),
-    },
-    turns,
-    track,
-  )
-  cost = lambda name, each: _cost([x / each for x in times[name]])
-  return Costs(
-    plain=cost("plain", steps) if whole else None,
-    target={k + 1: cost(("call", k + 1), steps) for k in widths},
-    draft=cost("draft", steps * max(widths[-1], 1)),
-    round={k: cost(("round", k), steps) for k in widths if whole},
-    batch=batch,
-    context=context,
-  )
+  sizes = dict(max_new_tokens=most, slots=slots)
+  run = functools.partial(_decode, target, params, ask, sizes, steps)
+  variants = _calls(target, params, ask, slots, widths, steps)
+  for name, draft in drafts.items():
+    draft = draft._replace(num_draft=longest)
+    state = generate.start(target, params, ask, draft=draft, **sizes)
+    loop = propose_loop(draft.drafter, longest, steps)
+    args = loop, draft.params, state
+    variants["draft", name] = functools.partial(seconds, *args)
+    for k in widths if whole else ():
+      a_round = functools.partial(run, draft._replace(num_draft=k))
+      variants["round", name, k] = a_round
+  if whole:
+    variants["plain"] = functools.partial(run, None)
+  times = take_turns(variants, turns, track)
+  cost = lambda key, each=steps: _cost([x / each for x in times[key]])
+  calls = {k + 1: cost(("call", k + 1)) for k in widths}
+  return {
+    name: Costs(
+      plain=cost("plain") if whole else None,
+      target=calls,
+      draft=cost(("draft", name), steps * max(longest, 1)),
+      round={k: cost(("round", name, k)) for k in widths if whole},
+      batch=batch,
+      context=context,
+    )
+    for name in drafts
+  }
+
+
+def _calls(target, params, ask, slots, widths, steps):
+  """{("call", n): () -> seconds} of bare target calls behind the prompts."""
+  batch, context = ask.prompt.shape
+  args = params, target.init_cache(batch, slots), np.int32(context)
+
+  def call(n):
+    loop = target_loop(target, batch, n, steps)
+    return functools.partial(seconds, loop, *args)
+
+  return {("call", k + 1): call(k + 1) for k in widths}
 
 
 def _made_up(target, context):
@@ -145,9 +181,9 @@ def _made_up(target, context):
   return ((np.arange(context) * 7919) % min(target.vocab_size, 251)).tolist()
 
 
-def _decode(target, params, ask, size, steps, draft):
+def _decode(target, params, ask, sizes, steps, draft):
   """Seconds of `steps` target calls behind a prompt, prefill apart."""
-  state = generate.start(target, params, ask, draft=draft, **size)
+  state = generate.start(target, params, ask, draft=draft, **sizes)
   state = jax.block_until_ready(state)
   began = time.perf_counter()
   state = generate.advance(target, params, state, steps=steps, draft=draft)
