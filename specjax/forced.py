@@ -45,7 +45,7 @@ def windows(along, K):
   """[B, N] by position -> [B, N, K] by [start, depth], -inf behind the end."""
   B, N = along.shape
   padded = np.pad(along, ((0, 0), (0, K)), constant_values=-np.inf)
-  return np.stack([padded[:, i : i + N] for i in range(K)], -1)
+  return padded[:, np.arange(N)[:, None] + np.arange(K)]
 
 
 def of_model(

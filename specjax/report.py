@@ -62,8 +62,8 @@ def build(
     **_acceptance(batches, draft),
     "predicted": forecast and _predicted(forecast, draft),
     **parts,
-    "costs": forecast and _costs(forecast.costs, draft.num_draft),
-    "draft": draft and _draft(draft),
+    "costs": forecast and of_costs(forecast.costs, draft.num_draft),
+    "draft": draft and of_draft(draft),
     "model": {
       "parameters": transformer.num_parameters(model.config),
       "dtype": str(np.dtype(dtype)),
@@ -199,7 +199,7 @@ def _predicted(forecast, draft):
   }
 
 
-def _costs(costs, K):
+def of_costs(costs, K):
   """Seconds, with the quarters on both sides as `spread`."""
   all_costs = {"plain_step": costs.plain, "drafted_token": costs.draft}
   all_costs |= {f"target_call_{n}": x for n, x in costs.target.items()}
@@ -214,7 +214,8 @@ def _costs(costs, K):
   }
 
 
-def _draft(draft):
+def of_draft(draft):
+  """What a `pair.Opened` is."""
   config = draft.config
   return {
     "name": draft.name,
@@ -244,26 +245,30 @@ def _output(answer, decoder):
   }
 
 
-def check_path(path):
+def check_path(path, flag="json"):
   """Raise UserError now if `save` could not write there later."""
   try:
     real = Path(os.path.realpath(path))
     if real.exists() and not real.is_file():
-      raise UserError(f"cannot write --json={path}: it is not a file")
+      raise UserError(f"cannot write --{flag}={path}: it is not a file")
     _part(path).touch()
     _part(path).unlink()
   except OSError as e:
-    raise UserError(f"cannot write --json={path}: {e.strerror}") from e
+    raise UserError(f"cannot write --{flag}={path}: {e.strerror}") from e
 
 
 def save(path, report):
   """Write the report as JSON, whole or not at all."""
+  # half a surrogate pair, as in a file's name, becomes JSON's own escape
+  text = json.dumps(report, indent=1, ensure_ascii=False, default=str) + "\n"
+  write(path, text.encode("utf-8", errors="backslashreplace"))
+
+
+def write(path, data):
+  """Write bytes to a file, all of them or none."""
   part = _part(path)
   try:
-    # half a surrogate pair, as in a file's name, becomes JSON's own escape
-    with open(part, "w", encoding="utf-8", errors="backslashreplace") as f:
-      json.dump(report, f, indent=1, ensure_ascii=False, default=str)
-      f.write("\n")
+    part.write_bytes(data)
     os.replace(part, os.path.realpath(path))
   except OSError as e:
     raise UserError(f"cannot write {path}: {e.strerror}") from e

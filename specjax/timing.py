@@ -105,7 +105,7 @@ def measure(
   whole=True,
   steps=16,
   turns=5,
-  track=lambda turns: turns,
+  track=lambda runs: runs,
 ):
   """Return {name: `Costs`} of a target and its drafts, measured in turns.
 
@@ -114,16 +114,17 @@ def measure(
     drafts: {name: `types.Draft`}; their own num_draft is not looked at.
     batch, slots: B rows of so many cache slots.
     context: tokens before the first timed one; they are made up.
-    widths: which K to time: a call on K + 1 tokens and a round of each.
+    widths: which K to time: a call on K + 1 tokens and a round of each; and a
+      call on one token.
     sampling: dict of `request.make`'s sampling values, by default greedy.
     whole: also time plain steps and whole rounds; without, they are missing.
     steps: target calls between two looks at the clock.
-    track: wraps the turns, for a progress bar.
+    track: wraps the list of all that is run, for a progress bar.
 
   Raises:
     ValueError: `steps` of the longest round do not fit; see `fit`.
   """
-  widths = sorted({0, *widths})
+  widths = sorted(set(widths))
   longest, most = widths[-1], steps * (widths[-1] + 1)
   room = min(slots, target.context)
   if context + most > room:
@@ -136,7 +137,7 @@ def measure(
   )
   sizes = dict(max_new_tokens=most, slots=slots)
   run = functools.partial(_decode, target, params, ask, sizes, steps)
-  variants = _calls(target, params, ask, slots, widths, steps)
+  variants = _calls(target, params, ask, slots, {0, *widths}, steps)
   for name, draft in drafts.items():
     draft = draft._replace(num_draft=longest)
     state = generate.start(target, params, ask, draft=draft, **sizes)
@@ -150,7 +151,7 @@ def measure(
     variants["plain"] = functools.partial(run, None)
   times = take_turns(variants, turns, track)
   cost = lambda key, each=steps: _cost([x / each for x in times[key]])
-  calls = {k + 1: cost(("call", k + 1)) for k in widths}
+  calls = {k + 1: cost(("call", k + 1)) for k in (0, *widths)}
   return {
     name: Costs(
       plain=cost("plain") if whole else None,
@@ -198,12 +199,11 @@ def seconds(run, *arguments):
   return time.perf_counter() - began
 
 
-def take_turns(variants, turns, track=lambda turns: turns):
+def take_turns(variants, turns, track=lambda runs: runs):
   """Return {name: [seconds a turn]} of functions that return seconds."""
   times = {name: [] for name in variants}
-  for _ in track(range(turns + 1)):
-    for name, run in variants.items():
-      times[name].append(run())
+  for name in track(list(variants) * (turns + 1)):
+    times[name].append(variants[name]())
   return {name: row[1:] for name, row in times.items()}  # the first compiles
 
 

@@ -49,8 +49,8 @@ class Prediction(NamedTuple):
   alpha: float  # mean over positions
   iid: np.ndarray  # E[N] of that alpha at every place, endless text
   iid_finite: np.ndarray  # the same, n / R(n) over these texts' lengths
-  by_position: np.ndarray  # mean over starts of sum_j A_{s,j}: a baseline
-  survival: np.ndarray  # mean over starts of A_{s,j}
+  survival: np.ndarray  # mean of A_{s,j} over starts with j tokens behind them
+  by_position: np.ndarray  # its sum to k: a baseline, not what speculation does
 
 
 def survival(log_p, log_q, rule):
@@ -65,9 +65,8 @@ def survival(log_p, log_q, rule):
     rule: one of RULES.
   """
   N, K = log_q.shape[-2:]
-  ends = [(0, 0)] * (log_p.ndim - 1) + [(0, K)]
-  padded = np.pad(log_p, ends)
-  ahead = np.stack([padded[..., i : i + N] for i in range(K)], -1)
+  padded = np.pad(log_p, [(0, 0)] * (log_p.ndim - 1) + [(0, K)])
+  ahead = padded[..., np.arange(N)[:, None] + np.arange(K)]  # [..., N, K]
   ratio = log_q.astype(np.float64) - ahead
   if rule == "token":
     log_A = np.minimum(ratio, 0).cumsum(-1)
@@ -129,7 +128,10 @@ def predict(texts, rule):
   k, n = np.arange(K + 1), texts.length
   iid = np.where(k <= k[:, None], alpha**k, 0)  # A_j of k drafted tokens
   iid_rounds = theory.expected_rounds(n[:, None], iid)  # [P, K + 1]
-  rounds, mean = expected_rounds(A, n), A[real].mean(0)
+  rounds = expected_rounds(A, n)
+  whole = np.arange(N)[:, None] + k <= n[:, None, None]  # [P, N, K + 1]
+  whole &= real[..., None]
+  mean = np.where(whole, A, 0).sum((0, 1)) / np.maximum(whole.sum((0, 1)), 1)
   return Prediction(
     tokens=tokens_a_round(n, rounds),
     length=n,
@@ -137,8 +139,8 @@ def predict(texts, rule):
     alpha=alpha,
     iid=theory.expected_tokens(alpha, k),
     iid_finite=n.sum() / iid_rounds.sum(0),
-    by_position=mean.cumsum(),
     survival=mean,
+    by_position=mean.cumsum(),
   )
 
 
