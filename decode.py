@@ -65,8 +65,11 @@ def main(argv):
         batches.append(batch)
   except KeyboardInterrupt:
     interrupted = True
+  found = None
+  if not interrupted:
+    found = terminal.predicted(out, model, loaded, config, sizes, batches)
   result = report.build(
-    config, model, draft, dtype, sizes, batches, seconds, interrupted
+    config, model, draft, dtype, sizes, batches, seconds, interrupted, found
   )
   terminal.table(out, table.rows(result))
   if _JSON.value is not None:

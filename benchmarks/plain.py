@@ -30,8 +30,6 @@ def variants(model, steps):
     size -= params["embed"].size  # one row of it is read
   weights = jnp.ones((size,), jnp.float32)
   total = jax.jit(jnp.sum)
-  bare = clock.target_loop(target, 1, steps)
-  cache = target.init_cache(1, clock.SLOTS)
 
   def decode(options):
     ask = request.make([prompt], max_new=steps, **options)
@@ -39,12 +37,10 @@ def variants(model, steps):
     return clock.decode(target, params, ask, steps=steps, **sizes)[0]
 
   # as many reads as steps, so that both are averages over the same time
-  read = lambda: sum(
-    clock.seconds(lambda: total(weights)) for _ in range(steps)
-  )
+  read = lambda: sum(clock.seconds(total, weights) for _ in range(steps))
   return {
     "read": read,
-    "argmax": lambda: clock.seconds(lambda: bare(params, cache)),
+    "argmax": clock.bare_calls(model, 1, steps),
     **{
       name: lambda options=options: decode(options)
       for name, options in _SAMPLING.items()

@@ -11,14 +11,11 @@ number of rounds for n tokens and t_target(1) a step of plain decoding.
 
 import functools
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import rich.table
-from jax import lax
 
 from benchmarks import clock
-from specjax import generate, metrics, request, types
+from specjax import generate, metrics, request, theory, timing, types
 from specjax.drafters import lm, replay
 from specjax.errors import UserError
 from specjax.models import load
@@ -36,20 +33,17 @@ def cost_variants(model):
   layers = tuple(i % model.config.layers for i in LAYERS)
   part = load.part(model, layers=layers)
   drafter = lm.make(part.target, target.vocab_size)
-  cache = target.init_cache(1, clock.SLOTS)
 
   def rounds(K):
     draft = types.Draft(drafter, part.params, K)
     return _decode(target, params, STEPS * (K + 1), STEPS, draft)
 
-  def calls(width):
-    loop = clock.target_loop(target, width, STEPS)
-    return clock.seconds(lambda: loop(params, cache))
-
   return {
     "draft": lambda: _decode(part.target, part.params, STEPS, STEPS),
-    "target(1)": lambda: calls(1),
-    **{f"target({K + 1})": functools.partial(calls, K + 1) for K in WIDTHS},
+    **{
+      f"target({n})": clock.bare_calls(model, n, STEPS)
+      for n in (1, *(K + 1 for K in WIDTHS))
+    },
     **{f"round({K})": functools.partial(rounds, K) for K in WIDTHS},
   }
 
@@ -121,9 +115,7 @@ def replay_variants(model, K):
     found.append(metrics.acceptance(out, K))
     return spent
 
-  loop = clock.target_loop(target, K + 1, STEPS)
-  cache = target.init_cache(1, clock.SLOTS)
-  propose = _propose_loop(drafter, K, STEPS)
+  propose = timing.propose_loop(drafter, K, STEPS)
   ready = replay.Params(plain.tokens, np.float32(0.8))
   state = generate.start(
     target,
@@ -134,32 +126,10 @@ def replay_variants(model, K):
   )
   return {
     "plain": lambda: _decode(target, params, TOKENS, TOKENS),
-    "target": lambda: clock.seconds(lambda: loop(params, cache)),
-    "draft": lambda: clock.seconds(lambda: propose(ready, state)),
+    "target": clock.bare_calls(model, K + 1, STEPS),
+    "draft": functools.partial(clock.seconds, propose, ready, state),
     **{alpha: functools.partial(speculate, alpha) for alpha in ALPHAS},
   }, accepted
-
-
-def _propose_loop(drafter, K, steps):
-  """A jitted loop of proposals of K tokens, each for another place."""
-
-  @jax.jit
-  def run(params, state):
-    def step(i, carry):
-      noise = generate.keyed_noise(state._replace(steps=i), K, "token")
-      context = types.Context(
-        state.tokens, state.length + i, state.draft_sampling, K
-      )
-      proposal, draft = drafter.propose(params, carry[1], context, noise)
-      return proposal, draft
-
-    first = jax.tree.map(
-      lambda x: jnp.zeros(x.shape, x.dtype),
-      jax.eval_shape(lambda: step(0, (None, state.draft))[0]),
-    )
-    return lax.fori_loop(0, steps, step, (first, state.draft))
-
-  return run
 
 
 def replay_table(times, accepted, K):
@@ -171,7 +141,7 @@ def replay_table(times, accepted, K):
   per_round = (sum(times["draft"]) + sum(times["target"])) / STEPS
   for alpha in ALPHAS:
     total = metrics.add(accepted[alpha][1:], K)
-    rounds = expected_rounds(TOKENS, alpha ** np.arange(K + 1))
+    rounds = theory.expected_rounds(TOKENS, alpha ** np.arange(K + 1))
     predicted = TOKENS * per_step / (rounds * per_round)
     speedup = sum(times["plain"]) / sum(times[alpha])
     table.add_row(
@@ -184,13 +154,3 @@ def replay_table(times, accepted, K):
       f"{speedup / predicted:.3f}",
     )
   return table
-
-
-def expected_rounds(num_tokens, survival):
-  """R(n) = 1 + sum_j P(N = j) R(n - j), with A_j = survival[j] [K + 1]."""
-  law = np.append(-np.diff(survival), survival[-1])  # P(N = 1 .. K + 1)
-  R = np.zeros(num_tokens + 1)
-  for n in range(1, num_tokens + 1):
-    last = R[max(n - len(law), 0) : n][::-1]  # R(n - 1), R(n - 2), ...
-    R[n] = 1 + law[: len(last)] @ last
-  return R[num_tokens]

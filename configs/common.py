@@ -40,6 +40,7 @@ def decoding():
   )
   c.stop = ""  # a text that ends an answer and is cut; or a JSON list of them
   c.ignore_eos = False  # go on behind end tokens, up to max_new_tokens
+  c.predict = True  # from the plain answers, and time the parts of a round
   c.logprobs = False  # of each token, in the --json report
   c.seed = 0
   c.dtype = "auto"  # float32 on a CPU, bfloat16 elsewhere

@@ -87,7 +87,7 @@ def start(
     finish=np.where(max_new == 0, types.LENGTH, ended).astype(np.int32),
     key=request.key,
     sampling=_arrays(request.sampling),
-    draft_sampling=draft and _of_draft(draft.sampling or request.sampling),
+    draft_sampling=draft and of_draft(draft.sampling or request.sampling),
     stop_ids=np.asarray(request.stop_ids, np.int32),
     cache=None,
     round=np.zeros_like(tokens),
@@ -125,7 +125,7 @@ def _arrays(ask):
   return convert(one, ask)
 
 
-def _of_draft(ask):
+def of_draft(ask):
   """A draft sees the temperature and truncation alone; the law is p's."""
   return _arrays(ask._replace(bias=None, penalties=None, minimum=None))
 

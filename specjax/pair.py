@@ -37,6 +37,7 @@ class Pair(NamedTuple):
   drafter: types.Drafter
   params: Callable  # (the plain run's tokens [B, N]) -> the drafter's
   opened: Opened
+  model: models.Model | None = None  # a draft whose q depends on the text alone
 
 
 def opened(config, target, open_model=models.opened):
@@ -160,7 +161,7 @@ def load(draft, target, *, dtype, track=lambda paths: paths):
     layers = draft.layers or range(model.config.layers)
     model = models.part(model, layers=layers, ids=draft.ids)
   drafter = lm.make(model.target, vocab_size, ids=draft.ids)
-  return Pair(drafter, lambda plain: model.params, draft)
+  return Pair(drafter, lambda plain: model.params, draft, model)
 
 
 def join(pair, request, plain):

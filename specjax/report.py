@@ -20,14 +20,24 @@ from pathlib import Path
 
 import numpy as np
 
-from specjax import memory, metrics, runtime, settings
+from specjax import memory, metrics, predict, runtime, settings
 from specjax.errors import UserError
 from specjax.models import transformer
 
 SCHEMA = 1
 
 
-def build(config, model, draft, dtype, sizes, batches, seconds, interrupted):
+def build(
+  config,
+  model,
+  draft,
+  dtype,
+  sizes,
+  batches,
+  seconds,
+  interrupted,
+  forecast=None,
+):
   """Return the report of the batches that ended.
 
   Args:
@@ -38,6 +48,7 @@ def build(config, model, draft, dtype, sizes, batches, seconds, interrupted):
     batches: list of `play.Batch`.
     seconds: {"load": ..., "compile": {decoder: ...}}.
     interrupted: whether prompts are missing because of Ctrl-C.
+    forecast: the `forecast.Forecast` of the run, None: not predicted.
   """
   slots = max([sizes.slots, *(batch.slots for batch in batches)])
   parts = dict.fromkeys(settings.DECODERS)
@@ -49,10 +60,10 @@ def build(config, model, draft, dtype, sizes, batches, seconds, interrupted):
     "interrupted": interrupted,
     **_compared(_pairs(batches), config),
     **_acceptance(batches, draft),
-    "predicted": None,
+    "predicted": forecast and _predicted(forecast, draft),
     **parts,
-    "costs": None,
-    "draft": draft and _draft(draft),
+    "costs": forecast and of_costs(forecast.costs, draft.num_draft),
+    "draft": draft and of_draft(draft),
     "model": {
       "parameters": transformer.num_parameters(model.config),
       "dtype": str(np.dtype(dtype)),
@@ -163,7 +174,48 @@ def _acceptance(batches, draft):
   }
 
 
-def _draft(draft):
+def _predicted(forecast, draft):
+  """What the plain texts say of the draft, at its K and at every smaller k."""
+  K, prediction, S = draft.num_draft, forecast.prediction, forecast.speedups
+  tokens = prediction.tokens
+  return {
+    "verifier": draft.verifier,
+    "texts": len(prediction.length),
+    "tokens_per_call": float(tokens.mean[K]),
+    "tokens_per_call_interval": [float(tokens.low[K]), float(tokens.high[K])],
+    "speedup": S and float(S.mean[K]),
+    "speedup_interval": S and [float(S.low[K]), float(S.high[K])],
+    "best_k": S and S.best,
+    "best_speedup": S and float(S.mean[S.best] if S.best else 1.0),
+    "tokens_per_call_by_k": tokens.mean.tolist(),
+    "speedup_by_k": S and S.mean.tolist(),
+    "survival": prediction.survival.tolist(),  # mean of A_j over positions
+    "iid": {
+      "alpha": prediction.alpha,
+      "tokens_per_call": float(prediction.iid[K]),
+      "speedup": S and float(S.iid[K]),
+    },
+    "parts": S and predict.parts(prediction, forecast.costs, K),
+  }
+
+
+def of_costs(costs, K):
+  """Seconds, with the quarters on both sides as `spread`."""
+  all_costs = {"plain_step": costs.plain, "drafted_token": costs.draft}
+  all_costs |= {f"target_call_{n}": x for n, x in costs.target.items()}
+  all_costs |= {f"round_{k}": x for k, x in costs.round.items()}
+  return {
+    **{name: cost.median for name, cost in all_costs.items()},
+    "rest_of_a_round": costs.overhead(K),
+    "C": float(costs.cost_ratio) if np.isfinite(costs.cost_ratio) else None,
+    "batch": costs.batch,
+    "context": costs.context,
+    "spread": {name: [x.low, x.high] for name, x in all_costs.items()},
+  }
+
+
+def of_draft(draft):
+  """What a `pair.Opened` is."""
   config = draft.config
   return {
     "name": draft.name,
@@ -193,26 +245,30 @@ def _output(answer, decoder):
   }
 
 
-def check_path(path):
+def check_path(path, flag="json"):
   """Raise UserError now if `save` could not write there later."""
   try:
     real = Path(os.path.realpath(path))
     if real.exists() and not real.is_file():
-      raise UserError(f"cannot write --json={path}: it is not a file")
+      raise UserError(f"cannot write --{flag}={path}: it is not a file")
     _part(path).touch()
     _part(path).unlink()
   except OSError as e:
-    raise UserError(f"cannot write --json={path}: {e.strerror}") from e
+    raise UserError(f"cannot write --{flag}={path}: {e.strerror}") from e
 
 
 def save(path, report):
   """Write the report as JSON, whole or not at all."""
+  # half a surrogate pair, as in a file's name, becomes JSON's own escape
+  text = json.dumps(report, indent=1, ensure_ascii=False, default=str) + "\n"
+  write(path, text.encode("utf-8", errors="backslashreplace"))
+
+
+def write(path, data):
+  """Write bytes to a file, all of them or none."""
   part = _part(path)
   try:
-    # half a surrogate pair, as in a file's name, becomes JSON's own escape
-    with open(part, "w", encoding="utf-8", errors="backslashreplace") as f:
-      json.dump(report, f, indent=1, ensure_ascii=False, default=str)
-      f.write("\n")
+    part.write_bytes(data)
     os.replace(part, os.path.realpath(path))
   except OSError as e:
     raise UserError(f"cannot write {path}: {e.strerror}") from e

@@ -40,6 +40,8 @@ def rows(report):
     found += _comparison(report)
   if speculative:
     found += _acceptance(report)
+  if report["predicted"]:
+    found += _prediction(report)
   return found + _machine(report, runs)
 
 
@@ -79,7 +81,7 @@ def _why_slower(report):
   )
   K = report["draft"]["K"]
   change = [
-    *([f"fewer --config.draft.num_tokens than {K}"] if K > 1 else []),
+    *_better_length(report["predicted"], K),
     "another draft",
     "--config.decoder=autoregressive",
   ]
@@ -88,6 +90,14 @@ def _why_slower(report):
     f" {ratio('tokens'):.2f} x its tokens; try {', '.join(change[:-1])} or"
     f" {change[-1]}"
   )
+
+
+def _better_length(found, K):
+  """The length that is predicted to pay, or a smaller one, if there is any."""
+  if found and found["best_k"] is not None:
+    paying = found["best_k"] and found["best_speedup"] > 1
+    return [f"--config.draft.num_tokens={found['best_k']}"] if paying else []
+  return [f"fewer --config.draft.num_tokens than {K}"] if K > 1 else []
 
 
 def _exactness(report):
@@ -140,6 +150,38 @@ def _acceptance(report):
       else f"{alpha:.2f}, mean over the tested drafts",
     ),
   ]
+
+
+def _prediction(report):
+  """Predicted from the plain texts and the costs, beside what was measured."""
+  found, costs, K = report["predicted"], report["costs"], report["draft"]["K"]
+  ms = lambda name: f"{costs[name] * 1e3:.1f} ms"
+  C = f"C {costs['C']:.1f}" if costs["C"] else "a free draft"
+  rows = [
+    (
+      "costs",
+      f"a drafted token {ms('drafted_token')}, a target call"
+      f" {ms('target_call_1')} on 1 token, {ms(f'target_call_{K + 1}')} on"
+      f" {K + 1} ({C}), the rest of a round {ms('rest_of_a_round')}",
+    )
+  ]
+  said = f"{found['tokens_per_call']:.2f} tokens a call"
+  said += _interval(found, "tokens_per_call_interval")
+  if not found["speedup"]:
+    return [*rows, ("predicted", said)]
+  said += f", {found['speedup']:.2f} x{_interval(found, 'speedup_interval')}; "
+  best = f"best at K = {found['best_k']}: {found['best_speedup']:.2f} x"
+  said += best if found["best_k"] else "no K up to this one pays"
+  parts = dict(found["parts"])
+  factors = [f"{parts.pop('textbook'):.2f} by E[N] / (1 + K / C)"]
+  factors += [f"{factor:.2f} {name}" for name, factor in parts.items()]
+  return [*rows, ("predicted", said), ("its parts", " x ".join(factors))]
+
+
+def _interval(found, name):
+  """One text has none."""
+  low, high = found[name]
+  return f" ({low:.2f} to {high:.2f})" if found["texts"] > 1 else ""
 
 
 def _share(x):

@@ -7,12 +7,16 @@ import contextlib
 import functools
 import sys
 import textwrap
+import time
 
 import rich.console
 import rich.progress
 
-from specjax import memory, pair, settings
+from specjax import forecast, memory, pair, settings
+from specjax.answers import Show
 from specjax.models import hub, load
+
+_LOG_EVERY = 10.0  # seconds between lines where no bar can be drawn
 
 
 def console():
@@ -46,6 +50,46 @@ def track(out, what):
     transient=True,
     disable=not out.is_terminal,
   )
+
+
+@contextlib.contextmanager
+def decoding(out, todo, sizes):
+  """Give a `Show` that shows how far plain decoding is, and no text.
+
+  Args:
+    todo: list of `Prompt`; sizes: a `play.Sizes`.
+  """
+  answers = sum(len(prompt.turns) for prompt in todo)
+  bar = rich.progress.Progress(
+    *rich.progress.Progress.get_default_columns(),
+    console=out,
+    transient=True,
+    disable=not out.is_terminal,
+  )
+  task = bar.add_task("plain decoding", total=answers * sizes.max_new)
+  began = logged = time.perf_counter()
+  done = asked = 0
+
+  def begin(decoder, turns):
+    nonlocal asked
+    asked = len(turns)
+
+  def tokens(row, ids, accepted, text):
+    bar.advance(task, len(ids))
+
+  def end():
+    nonlocal done, logged
+    done, now = done + asked, time.perf_counter()
+    bar.update(task, completed=done * sizes.max_new)
+    if not out.is_terminal and (now - logged > _LOG_EVERY or done == answers):
+      left = int((now - began) / done * (answers - done))
+      note(
+        out, f"{done} of {answers} answers, {left // 60}:{left % 60:02d} left"
+      )
+      logged = now
+
+  with bar:
+    yield Show(begin, tokens, end)
 
 
 def open_target(out, config):
@@ -95,6 +139,22 @@ def load_pair(out, target, draft, sizes, dtype):
     return model, None
   bar = track(out, "reading the draft's weights")
   return model, pair.load(draft, model, dtype=dtype, track=bar)
+
+
+def predicted(out, model, draft, config, sizes, batches):
+  """Return the `forecast.Forecast` of a run, None if there is none to make.
+
+  Args:
+    model: a `load.Model`; draft: a `pair.Pair` or None.
+    sizes: a `play.Sizes`; batches: list of `answers.Batch`.
+  """
+  if not config.predict or draft is None or not batches:
+    return None
+  try:
+    with waiting(out, "predicting from the plain answers"):
+      return forecast.of_run(model, draft, config, sizes, batches)
+  except KeyboardInterrupt:  # the answers are there: their report comes
+    return None
 
 
 def table(out, rows):

@@ -1,0 +1,238 @@
+"""Predictions of several drafts in order, as a report, a table and a winner."""
+
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import rich.console
+import rich.table
+
+from specjax import compare, predict, report
+from specjax.errors import UserError
+
+RULES = ("block", "token")
+
+
+def rows(found, costs, lengths):
+  """A dict for each draft, variant, verifier and K, the fastest first.
+
+  Args:
+    found: {name: [(variant, `predict.Texts`)]}; costs: {name: `timing.Costs`}.
+  """
+  result = []
+  for name, variants in found.items():
+    for (variant, some), rule in itertools.product(variants, RULES):
+      prediction = predict.predict(some, rule)
+      S = predict.speedups(prediction, costs[name])
+      for K in lengths:
+        row = _row(prediction, S, costs[name], K)
+        result.append(
+          {"draft": name, "sampling": variant, "verifier": rule, "K": K, **row}
+        )
+  return sorted(result, key=lambda row: -row["speedup"])
+
+
+def _row(prediction, S, costs, K):
+  tokens, number = prediction.tokens, lambda x: float(x[K])
+  return {
+    "tokens_per_call": number(tokens.mean),
+    "tokens_per_call_interval": [number(tokens.low), number(tokens.high)],
+    "speedup": number(S.mean),
+    "speedup_interval": [number(S.low), number(S.high)],
+    "mean_over_positions": number(prediction.by_position),
+    "survival": prediction.survival[: K + 1].tolist(),
+    "rounds": prediction.rounds[:, K].tolist(),  # expected, of each text
+    "iid": {
+      "alpha": prediction.alpha,
+      "tokens_per_call": number(prediction.iid),
+      "tokens_per_call_finite": number(prediction.iid_finite),
+      "speedup": number(S.iid),
+    },
+    "parts": predict.parts(prediction, costs, K),
+  }
+
+
+def measured(paths, config, names):
+  """[{draft, verifier, K, temperature, tokens_per_call, speedup}] of reports.
+
+  Args:
+    paths: JSON reports of decode.py, of batch 1.
+    config: what is predicted; names: the drafts that are compared.
+
+  Raises:
+    UserError: a file that is no such report, or of something else.
+  """
+  return [_measured(path, config, names) for path in paths if path]
+
+
+def _measured(path, config, names):
+  try:
+    found = json.loads(Path(path).read_text(encoding="utf-8"))
+    asked, K = found["config"]["draft"], found["draft"]["K"]
+    speedup, tokens = found["speedup"], found["tokens_per_call"]
+    verifier, batch = found["draft"]["verifier"], found["config"]["batch_size"]
+    same = {
+      key: found["config"][key] == _plain(config[key])
+      for key in ("target", "sampling")
+    }
+    same["draft.head"] = asked["head"] in (0, config.draft.head)
+  except OSError as e:
+    raise UserError(f"cannot read --measured={path}: {e.strerror}") from e
+  except (ValueError, KeyError, TypeError):
+    raise UserError(
+      f"--measured={path} is no report of decode.py that speculated"
+    ) from None
+  name = (
+    asked["weights"] or "+".join(map(str, asked["layers"])) or asked["name"]
+  )
+  if name not in names or batch != 1 or not speedup:
+    raise UserError(
+      f"--measured={path}: {name} at batch {batch} is not what is predicted:"
+      f" one of {', '.join(names)} at batch 1, with both decoders"
+    )
+  if not all(same.values()):
+    other = " and ".join(key for key, ok in same.items() if not ok)
+    raise UserError(f"--measured={path}: it has another {other}")
+  return {
+    "draft": name,
+    "verifier": verifier,
+    "K": K,
+    "temperature": asked["temperature"],
+    "tokens_per_call": tokens,
+    "speedup": speedup,
+  }
+
+
+def _plain(value):
+  """A config's value as JSON has it."""
+  return json.loads(json.dumps(getattr(value, "to_dict", lambda: value)()))
+
+
+def add_measured(rows, points):
+  """Put what was measured into the rows that it belongs to, else None."""
+
+  def same(row, point):
+    own = row["sampling"].get("temperature", -1.0)
+    return own == max(point["temperature"], -1.0) and all(
+      row[key] == point[key] for key in ("draft", "verifier", "K")
+    )
+
+  return [
+    row | {"measured": next((p for p in points if same(row, p)), None)}
+    for row in rows
+  ]
+
+
+def build(found, asked, points, flags):
+  """Return the whole report: `report.build`'s of the plain run and more.
+
+  Args:
+    found: a `compare.Found`; asked: a `compare.Asked`.
+    points: what `measured` returned.
+    flags: what the command line said, a dict.
+  """
+  ranked = rows(found.texts, found.costs, asked.lengths)
+  ranked = add_measured(ranked, points)
+  plain = found.plain["autoregressive"]
+  outputs = [
+    output | {"seed": seed}
+    for output, seed in zip(plain["outputs"], found.seeds, strict=True)
+  ]
+  return {
+    **found.plain,
+    "autoregressive": plain | {"outputs": outputs},
+    "prediction": {
+      "flags": flags,
+      "batch": 1,
+      "timed_verifier": compare.TIMED,
+      "lengths": list(asked.lengths),
+      "interval": predict.tokens_a_round.__kwdefaults__,
+      "drafts": {
+        name: report.of_draft(draft)
+        | {"costs": report.of_costs(found.costs[name], asked.lengths[-1])}
+        for name, draft in found.drafts.items()
+      },
+      "rows": ranked,
+      "winner": ranked[0] if ranked[0]["speedup"] > 1 else None,
+    },
+  }
+
+
+def winner(found):
+  """A line: what to decode with, and how to say so."""
+  best, rival = found["winner"], found["rows"][0]
+  if not best:
+    return (
+      "no draft pays: plain decoding is faster than the best,"
+      f" {label(rival)} at K = {rival['K']}: {rival['speedup']:.2f} x"
+    )
+  flags = [f"--config.draft.num_tokens={best['K']}"]
+  draft = found["drafts"][best["draft"]]
+  flags.append(f"--config.draft.name={draft['name']}")
+  if draft["layers"]:
+    layers = ",".join(map(str, draft["layers"]))
+    flags.append(f"--config.draft.layers={layers}")
+  elif draft["name"] == "lm":
+    flags.append(f"--config.draft.weights={best['draft']}")
+  if "temperature" in best["sampling"]:
+    T = best["sampling"]["temperature"]
+    flags.append(f"--config.draft.temperature={T:g}")
+  flags.append(f"--config.verifier={best['verifier']}")
+  return f"{label(best)}: {best['speedup']:.2f} x with {' '.join(flags)}"
+
+
+def label(row):
+  """What a person calls a draft and its sampling."""
+  words = [row["draft"].partition("#")[0].rstrip("/").rpartition("/")[2]]
+  asked = row["sampling"]
+  names = (("temperature", "T"), ("top_p", "top-p"))
+  words += [f"{short} {asked[k]:g}" for k, short in names if k in asked]
+  return " ".join(words)
+
+
+_COLUMNS = (
+  "draft",
+  "verifier",
+  "K",
+  "tokens a call",
+  "S",
+  "i.i.d. tokens",
+  "i.i.d. S",
+)
+
+
+def table(found):
+  """A `rich.table.Table` of a report's "prediction", the fastest first."""
+  some = any(row["measured"] for row in found["rows"])
+  result = rich.table.Table(*_COLUMNS, *["measured S"] * some)
+  for row in found["rows"]:
+    cells = [_span(row, "tokens_per_call"), _span(row, "speedup")]
+    cells += [_beside(row, "tokens_per_call"), _beside(row, "speedup")]
+    point = row["measured"]
+    cells += [f"{point['speedup']:.2f}" if point else ""] * some
+    style = "bold" if row is found["rows"][0] else None
+    result.add_row(
+      label(row), row["verifier"], str(row["K"]), *cells, style=style
+    )
+  return result
+
+
+def _span(row, key):
+  low, high = row[f"{key}_interval"]
+  span = f" ({low:.2f}-{high:.2f})" if len(row["rounds"]) > 1 else ""
+  return f"{row[key]:.2f}{span}"
+
+
+def _beside(row, key):
+  """The formula's, and how far it is off the prediction."""
+  return f"{row['iid'][key]:.2f} ({row['iid'][key] / row[key] - 1:+.0%})"
+
+
+def show(found):
+  """Print the winner and the table of a report's "prediction"."""
+  # a table that is piped is not squeezed into 80 columns
+  width = None if sys.stdout.isatty() else 120
+  out = rich.console.Console(width=width, highlight=False, markup=False)
+  out.print(table(found))
+  out.print(winner(found), soft_wrap=True)
