@@ -55,6 +55,8 @@ def main(argv):
   seconds = {"load": time.perf_counter() - began}
   name = table.short_name(config.target)
   terminal.note(out, f"loaded {name} in {seconds['load']:.1f} s")
+  loaded = terminal.scheduled(out, model, loaded, config, sizes, todo)
+  draft = loaded and loaded.opened
   with terminal.waiting(out, "compiling"):
     seconds["compile"] = play.warm_up(model, loaded, config, sizes)
   terminal.note(out, f"compiled in {sum(seconds['compile'].values()):.1f} s")
@@ -65,11 +67,9 @@ def main(argv):
         batches.append(batch)
   except KeyboardInterrupt:
     interrupted = True
-  found = None
-  if not interrupted:
-    found = terminal.predicted(out, model, loaded, config, sizes, batches)
   result = report.build(
-    config, model, draft, dtype, sizes, batches, seconds, interrupted, found
+    *(config, model, draft, dtype, sizes, batches, seconds, interrupted),
+    terminal.predicted(out, model, loaded, config, sizes, batches),
   )
   terminal.table(out, table.rows(result))
   if _JSON.value is not None:

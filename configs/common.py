@@ -13,7 +13,8 @@ def decoding():
     weights="",  # lm: a model of its own, named as the target is
     layers=(),  # lm: or layers of the target, such as 0,1,29; -1 is the last
     head=0,  # lm: only the first so many ids, and the end tokens; 0 for all
-    num_tokens=4,  # K, drafted tokens a round
+    num_tokens=4,  # K, drafted tokens a round; the most, with a schedule:
+    schedule="constant",  # or auto, one k for the run; adaptive, by the row
     temperature=-1.0,  # of lm's draws; below 0: the target's. Any is exact
     alpha=0.8,  # replay: the share of the plain run's tokens that is kept
   )

@@ -153,6 +153,8 @@ def of_run(model, draft, config, sizes, batches, track=lambda groups: groups):
     return None
   if draft.opened.verifier == "coupled" or draft.opened.name == "replay":
     return None
+  if draft.policy is not None:  # its lengths are decided on the way
+    return None
   shape = dict(batch=sizes.batch, slots=plain[-1].slots)
   (some,) = texts(
     model, draft, found, config, num_draft=K, track=track, **shape

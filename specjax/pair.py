@@ -6,7 +6,7 @@ the draft; `join` makes it a request's.
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,7 @@ class Opened(NamedTuple):
   layers: tuple[int, ...]  # of the target, those that the draft is made of
   ids: tuple[int, ...] | None  # what its head keeps, None: all
   config: transformer.Config | None  # None: it is no language model
+  chosen: str = ""  # in words, what a schedule made of it and why
 
 
 class Pair(NamedTuple):
@@ -38,6 +39,7 @@ class Pair(NamedTuple):
   params: Callable  # (the plain run's tokens [B, N]) -> the drafter's
   opened: Opened
   model: models.Model | None = None  # a draft whose q depends on the text alone
+  policy: Any = None  # an `adaptive.Policy` to draft fewer tokens by
 
 
 def opened(config, target, open_model=models.opened):
@@ -182,4 +184,5 @@ def join(pair, request, plain):
     num_draft=pair.opened.num_draft,
     verifier=pair.opened.verifier,
     sampling=ours,
+    policy=pair.policy,
   )

@@ -220,6 +220,7 @@ def of_draft(draft):
   return {
     "name": draft.name,
     "K": draft.num_draft,
+    "chosen": draft.chosen or None,  # what draft.schedule made of it, and why
     "verifier": draft.verifier,
     "parameters": transformer.num_parameters(config) if config else None,
     "layers": list(draft.layers) or None,  # of the target, whose they are

@@ -9,6 +9,7 @@ from specjax.runtime import DTYPES
 
 DECODERS = ("autoregressive", "speculative")  # in the order they are played in
 _DRAFTS = ("lm", "ngram", "replay")
+_SCHEDULES = ("constant", "auto", "adaptive")
 
 
 def decoders(config):
@@ -108,6 +109,12 @@ def stop_texts(config):
 
 def _check_draft(draft):
   _one_of("draft.name", draft.name, _DRAFTS)
+  _one_of("draft.schedule", draft.schedule, _SCHEDULES)
+  if draft.name == "replay" and draft.schedule != "constant":
+    raise UserError(
+      "--config.draft.name=replay drafts what it is told to: it needs"
+      f" --config.draft.schedule=constant, got {draft.schedule}"
+    )
   _range("draft.num_tokens", draft.num_tokens, 0)
   _range("draft.num_tokens", draft.num_tokens, 0, 1000)  # a slip of the hand
   _range("draft.head", draft.head, 0)

@@ -206,6 +206,7 @@ def _machine(report, runs):
     ("memory", f"{memory.human(peak)} at peak" if peak else "unknown"),
     ("model", f"{short_name(config['target'])}, {_size(model)}"),
     *([("draft", _draft(report))] if report["draft"] else []),
+    *_schedule(report),
     (
       "program",
       f"{model['dtype']}, batch {config['batch_size']}, {model['slots']} slots",
@@ -238,6 +239,17 @@ def _draft(report):
     words.append(f"temperature {asked['temperature']:g}")
   words.append(f"{draft['K']} tokens a round, verifier {draft['verifier']}")
   return ", ".join(words)
+
+
+def _schedule(report):
+  """What a schedule chose; it was timed, and so are tokens that K decides."""
+  chosen = report["draft"] and report["draft"]["chosen"]
+  if not chosen:
+    return []
+  config = report["config"]
+  if config["sampling"]["temperature"] > 0 and config["verifier"] != "coupled":
+    chosen += "; at a temperature the tokens depend on it, never their law"
+  return [("schedule", chosen)]
 
 
 def _sampling(values):

@@ -12,7 +12,7 @@ import time
 import rich.console
 import rich.progress
 
-from specjax import forecast, memory, pair, settings
+from specjax import forecast, memory, pair, schedule, settings
 from specjax.answers import Show
 from specjax.models import hub, load
 
@@ -141,6 +141,21 @@ def load_pair(out, target, draft, sizes, dtype):
   return model, pair.load(draft, model, dtype=dtype, track=bar)
 
 
+def scheduled(out, model, draft, config, sizes, todo):
+  """Return the `pair.Pair` that a run's schedule makes of one, and tell.
+
+  Args:
+    model: a `load.Model`; draft: a `pair.Pair`, or None, which stays.
+    sizes: a `play.Sizes`; todo: list of `Prompt`.
+  """
+  if draft is None or config.draft.schedule == "constant":
+    return draft
+  with waiting(out, "calibrating the draft's length"):
+    draft = schedule.decide(model, draft, config, sizes, todo)
+  note(out, draft.opened.chosen)
+  return draft
+
+
 def predicted(out, model, draft, config, sizes, batches):
   """Return the `forecast.Forecast` of a run, None if there is none to make.
 
@@ -148,7 +163,8 @@ def predicted(out, model, draft, config, sizes, batches):
     model: a `load.Model`; draft: a `pair.Pair` or None.
     sizes: a `play.Sizes`; batches: list of `answers.Batch`.
   """
-  if not config.predict or draft is None or not batches:
+  cut = not batches or batches[-1].interrupted
+  if not config.predict or draft is None or cut:
     return None
   try:
     with waiting(out, "predicting from the plain answers"):
