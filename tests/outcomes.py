@@ -154,8 +154,6 @@ def _rows(state, rows):
   """The state of some rows; what belongs to the whole batch stays."""
   shared = dict(steps=state.steps, stop_ids=state.stop_ids)
   own = state.adaptive
-  per_row = state._replace(
-    steps=(), stop_ids=(), adaptive=own and own.learned
-  )
+  per_row = state._replace(steps=(), stop_ids=(), adaptive=own and own.learned)
   some = jax.tree.map(lambda x: x[rows], per_row)._replace(**shared)
   return some._replace(adaptive=own and own._replace(learned=some.adaptive))
