@@ -186,11 +186,12 @@ def _load(out, target, drafts, sizes, dtype):
   """The `load.Model` and {name: `pair.Pair`}."""
   shape = dict(dtype=dtype, batch=sizes.batch, slots=sizes.slots)
   shape |= dict(untie=load.untie_here())
-  lines = [
-    memory.check(memory.estimate(target.config, draft=draft, **shape))
+  estimates = [
+    memory.estimate(target.config, draft=draft, **shape)
     for draft in drafts.values()
   ]
-  terminal.note(out, max(lines, key=len))
+  largest = max(estimates, key=lambda parts: sum(parts.values()))
+  terminal.note(out, memory.check(largest))
   bar = terminal.track(out, "reading weights")
   model = load.model(target, dtype=dtype, track=bar)
   return model, {

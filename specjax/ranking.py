@@ -204,18 +204,53 @@ _COLUMNS = (
 
 def table(found):
   """A `rich.table.Table` of a report's "prediction", the fastest first."""
-  some = any(row["measured"] for row in found["rows"])
+  rows = _merged(found["rows"])
+  some = any(row["measured"] for row in rows)
   result = rich.table.Table(*_COLUMNS, *["measured S"] * some)
-  for row in found["rows"]:
+  for row in rows:
     cells = [_span(row, "tokens_per_call"), _span(row, "speedup")]
     cells += [_beside(row, "tokens_per_call"), _beside(row, "speedup")]
     point = row["measured"]
     cells += [f"{point['speedup']:.2f}" if point else ""] * some
-    style = "bold" if row is found["rows"][0] else None
+    style = "bold" if row is rows[0] else None
     result.add_row(
       label(row), row["verifier"], str(row["K"]), *cells, style=style
     )
   return result
+
+
+def _merged(rows):
+  """One row where the verifiers agree, as they do at T = 0."""
+  found = {}
+  for row in rows:
+    key = label(row), row["K"], round(row["speedup"], 9)
+    if key not in found:
+      found[key] = row
+    else:
+      measured = found[key]["measured"] or row["measured"]
+      found[key] = found[key] | {"verifier": "either", "measured": measured}
+  return list(found.values())
+
+
+def noise(found):
+  """A line if the timed medians are not to be trusted, else None.
+
+  Between the quarters of the turns' times lies more than a tenth of one.
+  """
+  spread = {
+    f"{key} of {name}" if key.startswith("round") else key: (high - low)
+    / draft["costs"][key]
+    for name, draft in found["drafts"].items()
+    for key, (low, high) in draft["costs"]["spread"].items()
+    if key == "plain_step" or key.startswith("round_")
+  }
+  worst = max(spread, key=spread.get)
+  if spread[worst] <= 0.1:
+    return None
+  return (
+    f"the clock was unsteady, {worst} by {spread[worst]:.0%}: use an idle"
+    " machine or more --turns before believing S"
+  )
 
 
 def _span(row, key):
@@ -236,3 +271,5 @@ def show(found):
   out = rich.console.Console(width=width, highlight=False, markup=False)
   out.print(table(found))
   out.print(winner(found), soft_wrap=True)
+  if line := noise(found):
+    out.print(line, soft_wrap=True)

@@ -18,7 +18,6 @@ from specjax import settings, stops, terminal
 from specjax.models import tokenizer
 from specjax.play import Show
 
-_LOG_EVERY = 10.0  # seconds between lines where no bar can be drawn
 # All but tab and newline. A terminal obeys these, and a model may emit them.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _SAID = {
@@ -244,15 +243,14 @@ def _teller(out, total):
     if len(turn.prompt.turns) > 1:
       title += f" turn {turn.number + 1}"
     if 0 < done < total:
-      left = int((now - began) / done * (total - done))
-      title += f", {left // 60}:{left % 60:02d} left"
+      title += f", {terminal.time_left(began, done, total)}"
     if out.is_terminal:
       if total > 1:
         out.rule(_visible(title), align="left", style="dim")
       text = turn.prompt.turns[turn.number]
       short = text if len(text) < 400 else f"{text[:300]} [...] {text[-80:]}"
       out.print(_visible(short), style="dim italic")
-    elif now - logged > _LOG_EVERY:
+    elif now - logged > terminal.LOG_EVERY:
       terminal.note(out, title)
       logged = now
 

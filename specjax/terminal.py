@@ -16,7 +16,7 @@ from specjax import forecast, memory, pair, schedule, settings
 from specjax.answers import Show
 from specjax.models import hub, load
 
-_LOG_EVERY = 10.0  # seconds between lines where no bar can be drawn
+LOG_EVERY = 10.0  # seconds between lines where no bar can be drawn
 
 
 def console():
@@ -42,14 +42,33 @@ def waiting(out, what):
 
 
 def track(out, what):
-  """Return a function that shows a bar with an ETA over a list's items."""
+  """Return a function that shows over a list's items how many are left.
+
+  A bar with an ETA; where none can be drawn, a line now and then.
+  """
+  if not out.is_terminal:
+    return functools.partial(_lines, out, what)
   return lambda items: rich.progress.track(
-    items,
-    description=what,
-    console=out,
-    transient=True,
-    disable=not out.is_terminal,
+    items, description=what, console=out, transient=True
   )
+
+
+def _lines(out, what, items):
+  items, began = list(items), time.perf_counter()
+  logged = began
+  for i, item in enumerate(items):
+    now = time.perf_counter()
+    if now - logged > LOG_EVERY:
+      left = time_left(began, i, len(items))
+      note(out, f"{what}: {i} of {len(items)}, {left}")
+      logged = now
+    yield item
+
+
+def time_left(began, done, total):
+  """'1:05 left', if what is left goes on as what is done since `began`."""
+  left = int((time.perf_counter() - began) / done * (total - done))
+  return f"{left // 60}:{left % 60:02d} left"
 
 
 @contextlib.contextmanager
@@ -81,11 +100,9 @@ def decoding(out, todo, sizes):
     nonlocal done, logged
     done, now = done + asked, time.perf_counter()
     bar.update(task, completed=done * sizes.max_new)
-    if not out.is_terminal and (now - logged > _LOG_EVERY or done == answers):
-      left = int((now - began) / done * (answers - done))
-      note(
-        out, f"{done} of {answers} answers, {left // 60}:{left % 60:02d} left"
-      )
+    if not out.is_terminal and (now - logged > LOG_EVERY or done == answers):
+      left = time_left(began, done, answers)
+      note(out, f"{done} of {answers} answers decoded, {left}")
       logged = now
 
   with bar:

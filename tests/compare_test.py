@@ -217,6 +217,39 @@ def test_the_winner_says_what_to_type():
   assert said.startswith("no draft pays") and "plain decoding is faster" in said
 
 
+def _cells(rows):
+  found = ranking.table(dict(rows=rows))
+  columns = [list(column.cells) for column in found.columns]
+  return list(zip(*columns, strict=True))
+
+
+def test_the_table_says_once_what_both_verifiers_do():
+  rows = ranking.add_measured(_rows()[0], [])
+  apart = _cells(rows)
+  assert len(apart) == len(rows) and apart[0][2] == str(rows[0]["K"])
+  best = rows[0]
+  low, high = best["speedup_interval"]
+  assert apart[0][4] == f"{best['speedup']:.2f} ({low:.2f}-{high:.2f})"
+  error = best["iid"]["speedup"] / best["speedup"] - 1
+  assert apart[0][6] == f"{best['iid']['speedup']:.2f} ({error:+.0%})"
+  token = dict(verifier="token", measured=dict(speedup=1.234))
+  twice = [
+    x for row in rows for x in (row | dict(verifier="block"), row | token)
+  ]
+  merged = _cells(twice)
+  assert {cells[1] for cells in merged} == {"either"}
+  assert merged[0][-1] == "1.23" and len(merged) <= len(rows)
+
+
+def test_an_unsteady_clock_is_told():
+  spread = dict(plain_step=[1, 1.05], round_2=[1.9, 2.05], drafted_token=[0, 9])
+  costs = dict(plain_step=1.0, round_2=2.0, drafted_token=1.0, spread=spread)
+  found = dict(drafts=dict(x=dict(costs=costs)))
+  assert ranking.noise(found) is None
+  spread["round_2"] = [1.5, 2.1]
+  assert "round_2 of x by 30%" in ranking.noise(found)
+
+
 def test_the_picture():
   """With one draft and with many, with and without what was measured."""
   from specjax import plots

@@ -116,8 +116,14 @@ def test_trimmed_head():
   draft = transformer.make(config), params | dict(head=head[:, np.array(IDS)])
   text, _ = _plain(_ask())
   _check_pass_is_replay(draft, text, _sampling(**OWN), ids=IDS)
-  _, ((log_q, _),) = _of_model(draft, text, [_sampling(**OWN)], ids=IDS)
+  _, ((log_q, alpha),) = _of_model(draft, text, [_sampling(**OWN)], ids=IDS)
   real = _real(text)
+  q = _laws("head_dim", text.tokens, [OWN["temperature"]] * 3)[..., list(IDS)]
+  q /= q.sum(-1, keepdims=True)
+  p = _laws("gqa_untied", text.tokens, [0.8, 0, 1.3])[..., list(IDS)]
+  for row, n in enumerate(text.prompt_length):
+    want = np.minimum(p, q)[row, n - 1 : text.length[row] - 1].sum(-1)
+    np.testing.assert_allclose(alpha[row, : len(want)], want, atol=1e-4)
   answers = np.stack(
     [
       text.tokens[row, n : n + real.shape[1]]
@@ -215,13 +221,13 @@ def test_a_draft_whose_logits_are_broken():
 def test_a_look_up_is_asked_at_every_place():
   """By hand: q is 1 where the copy is right, and 0 elsewhere and behind."""
   tokens = np.zeros((1, 64), np.int32)
-  tokens[0, :9] = [5, 6, 7, 8, 5, 6, 7, 9, 5]
+  tokens[0, :9] = [5, 6, 7, 8, 5, 6, 7, 9, 9]
   text = forced.Text(tokens, np.array([5]), np.array([9]), None)
   own = request.make([[5]], max_new=1).sampling
   log_q = forced.of_drafter(ngram.make(V), (), text, own, num_draft=3)
-  # behind 5: 6 7 8 against 6 7 9; behind 5 6: 7 8 5; behind 7: 8 5 6;
-  # behind 9 nothing is found
-  want = [[1, 1, 0], [1, 0, 1], [0, 1, 0], [0, 0, 0]]
+  # behind 5: 6 7 8 against 6 7 9; behind 5 6: 7 8 5; behind 7: 8 5 6; behind
+  # 9 nothing is found, and what fills the place, a 9, does not count
+  want = [[1, 1, 0], [1, 0, 0], [0, 0, 0], [0, 0, 0]]
   np.testing.assert_array_equal(np.exp(log_q[0]), want)
 
 
