@@ -18,8 +18,15 @@ from specjax.errors import UserError
 _N = 8
 
 
-def measure(model, todo, config, turns, out):
-  """Decode the first turn of each prompt; return {"num_draft", "prompts"}."""
+def measure(model, kinds, config, turns, out):
+  """Decode the first turn of each prompt; return {"num_draft", "prompts"}.
+
+  Args:
+    kinds: only prompts of these, all if there are none.
+  """
+  todo = [p for p in prompts.read(config) if not kinds or p.kind in kinds]
+  if not todo:
+    raise UserError(f"no prompt is of a kind in --kinds={','.join(kinds)}")
   K = config.draft.num_tokens
   draft = types.Draft(ngram.make(model.target.vocab_size), (), K)
   rows = []

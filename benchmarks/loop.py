@@ -5,9 +5,9 @@ r"""What decoding costs, plain and speculative, as ratios measured in one run.
   python -m benchmarks.loop --config=configs/smollm2.py --part=ngram \
       --kinds=rewrite,long --config.prompts.path=configs/prompts.jsonl
 
-Batch 1, 512 slots for the first three parts; run it on an otherwise idle
-machine. The parts: `plain` (benchmarks/plain.py), `costs` and `replay`
-(benchmarks/speculation.py), `ngram` (benchmarks/lookup.py: real prompts).
+Batch 1, 512 slots but for `ngram`; run it on an otherwise idle machine. The
+parts: `plain` (benchmarks/plain.py), `costs` and `replay` (speculation.py),
+`verify` (verifier.py), `ngram` (lookup.py: real prompts).
 """
 
 import sys
@@ -15,12 +15,12 @@ import sys
 import rich.console
 from absl import flags
 
-from benchmarks import clock, lookup, plain, speculation
-from specjax import cli, memory, prompts, report, runtime, settings, terminal
+from benchmarks import clock, lookup, plain, speculation, verifier
+from specjax import cli, memory, report, runtime, settings, terminal
 from specjax.errors import UserError
 from specjax.models import load
 
-_PARTS = ("plain", "costs", "replay", "ngram")
+_PARTS = ("plain", "costs", "replay", "verify", "ngram")
 _CONFIG = cli.define_config()
 _PART = flags.DEFINE_list(
   "part", "plain,costs,replay", f"Which of {', '.join(_PARTS)}."
@@ -51,14 +51,11 @@ def _run(part, model, config, out):
     times = clock.measure(variants, turns, out)
     show(speculation.replay_table(times, accepted, K))
     return {"num_draft": K, "seconds": times}
-  todo = [
-    prompt
-    for prompt in prompts.read(config)
-    if not _KINDS.value or prompt.kind in _KINDS.value
-  ]
-  if not todo:
-    raise UserError(f"no prompt is of a kind in --kinds={_KINDS.value}")
-  found = lookup.measure(model, todo, config, turns, out)
+  if part == "verify":
+    times = clock.measure(verifier.variants(model), turns, out)
+    show(verifier.table(times))
+    return {"steps": verifier.STEPS, "seconds": times}
+  found = lookup.measure(model, _KINDS.value, config, turns, out)
   show(lookup.table(found))
   return found
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import toy
 
-from specjax import generate, request, sampling, types
+from specjax import generate, loop, request, sampling, types
 from specjax.models import families, transformer
 
 V = 11
@@ -236,6 +236,19 @@ def test_one_compilation_for_a_setting(caplog):
   with jax.log_compiles(), caplog.at_level(logging.WARNING):
     _decode(_tiny, [[1] * 300], n=30)  # more slots and another batch: seen
   assert [r.message for r in caplog.records if "ompil" in r.message]
+
+
+def test_a_prefill_makes_no_logits():
+  """B40: the head is not in its program; it is in the loop's."""
+  target, params = _tiny()
+  ask = request.make([[1] * 70, [2] * 5], max_new=12)
+  state = generate.start(target, params, ask, max_new_tokens=12)
+  has = lambda lowered: f",{target.vocab_size}]" in lowered.compile().as_text()
+  no_head = lambda text: not has(text)
+  assert no_head(
+    loop._prefill.lower(target, params, state._replace(cache=None))
+  )
+  assert has(generate._advance.lower(target, params, state, np.int32(4)))
 
 
 @pytest.mark.parametrize("batch", [1, 3])

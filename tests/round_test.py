@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from jax import lax
 from verify_test import TOLERANCE, tables
 
 from specjax import generate, loop, request, types
@@ -35,6 +36,9 @@ class Case(NamedTuple):
   dtype: Any
   checks: bool = True  # of marks and of the draft's laws too
   verifier: str = "token"
+  raw: Any = None  # the model's laws, of which p is what top_p leaves
+  top_p: float = 1.0
+  probe: bool = False  # find the thresholds in the code, for a mutant's law
 
 
 class Outcomes(NamedTuple):
@@ -80,8 +84,10 @@ def _program(V, drafter, K, verifier):
     next_probs = []
 
     def draft(i, probs):
-      # inside a fori_loop a law cannot be returned; it can be sent out
-      jax.debug.callback(_DRAWN.append, (i, probs))
+      # inside a fori_loop a law cannot be returned; it can be sent out, as
+      # bits, because a callback would make float32 of a float64
+      bits = lax.bitcast_convert_type(probs, jnp.uint32)
+      jax.debug.callback(_DRAWN.append, (i, bits))
       return drafts[:, i]
 
     def choose(n, probs):
@@ -113,22 +119,38 @@ def joint_law(case):
   `before` is read from the cache: a stale slot that is seen, or a wrong
   position, changes the law.
   """
+  return _follow(case, {(): [1.0, _start(case)]})
+
+
+def by_first_round(case):
+  """K + 1 of these: where the first round accepts 0, 1, ..., K drafts."""
+  first = [{} for _ in range(case.num_draft + 1)]
+  for text, weight, row in _go_on(case, [()], [[1.0, _start(case)]]):
+    first[len(text) - 1].setdefault(text, [0.0, row])[0] += weight
+  return [_follow(case, nodes) for nodes in first]
+
+
+def _follow(case, nodes):
+  """{text of T tokens: probability} behind nodes {text: [weight, state]}."""
   T = case.length
-  frontier = [{} for _ in range(T)]  # by length: {text: [weight, state]}
-  frontier[0][()] = [1.0, _start(case)]
+  frontier = [{} for _ in range(T)]  # by length
   done = {}
+
+  def put(text, weight, row):
+    if len(text) >= T:
+      done[text[:T]] = done.get(text[:T], 0) + weight
+    else:
+      frontier[len(text)].setdefault(text, [0.0, row])[0] += weight
+
+  for text, (weight, row) in nodes.items():
+    put(text, weight, row)
+  group = max(1, ROWS * 4 // len(_outcomes(len(case.p), case.num_draft)[0]))
   for L in range(T):  # a round emits something, so this length is complete
     texts = [text for text, (weight, _) in frontier[L].items() if weight]
-    group = max(1, ROWS * 4 // len(_outcomes(len(case.p), case.num_draft)[0]))
     for at in range(0, len(texts), group):
       part = texts[at : at + group]
-      nodes = [frontier[L][text] for text in part]
-      for text, weight, row in _go_on(case, part, nodes):
-        if len(text) >= T:
-          done[text[:T]] = done.get(text[:T], 0) + weight
-        else:
-          node = frontier[len(text)].setdefault(text, [0.0, row])
-          node[0] += weight
+      for outcome in _go_on(case, part, [frontier[L][text] for text in part]):
+        put(*outcome)
     frontier[L] = {}
   return done
 
@@ -136,14 +158,15 @@ def joint_law(case):
 def _start(case):
   """The state of one row behind the prompt [0]."""
   K, T = case.num_draft, case.length
-  ask = request.make([[0]], max_new=T + K, temperature=1.0)
+  options = dict(max_new=T + K, temperature=1.0)
+  plain = request.make([[0]], **options).sampling
   state = loop.start(
     _target(len(case.p)),
     _table(case),
-    ask,
+    request.make([[0]], top_p=case.top_p, **options),
     max_new_tokens=T + K,
     slots=SLOTS,
-    draft=types.Draft(case.drafter, case.params, K),
+    draft=types.Draft(case.drafter, case.params, K, sampling=plain),
   )
   state = state._replace(key=jax.random.key_data(state.key))
   return _rows(jax.device_get(state), 0)
@@ -151,7 +174,8 @@ def _start(case):
 
 def _table(case):
   with np.errstate(divide="ignore"):
-    return jnp.asarray(np.log(case.p), case.dtype)
+    raw = case.p if case.raw is None else case.raw
+    return jnp.asarray(np.log(raw), case.dtype)
 
 
 def _go_on(case, texts, nodes):
@@ -167,23 +191,63 @@ def _go_on(case, texts, nodes):
   P, Q = (x[seen[:, :K], seen[:, 1 : K + 1]] for x in (case.p, case.q))
   pd, qd = (np.take_along_axis(x, drafts[..., None], 2)[..., 0] for x in (P, Q))
   a = _thresholds(case, P, Q, pd, qd)
-  u = np.where(accept, a / 2, (a + 1) / 2)
-  w = (qd * np.where(accept, a, 1 - a)).prod(1)
-  w = w * np.array([weight for weight, _ in nodes])[which]
+  weights = np.array([weight for weight, _ in nodes])[which]
   states = _stack([state for _, state in nodes])
-  rows = np.flatnonzero(w)
+  sides = 1 if case.probe else _chance(a, accept)
+  rows = np.flatnonzero(weights * sides * qd.prod(1))
   for at in range(0, len(rows), ROWS):
     r = rows[at : at + ROWS]
     full = np.resize(r, ROWS)  # the last call repeats some
+    old = _rows(states, which[full])
+    if case.probe:
+      a[full] = _probe(case, old, drafts[full], following[full])
+    u = np.where(accept, a / 2, (a + 1) / 2)[full]
     state, next_probs, drawn = _round(
-      case, _rows(states, which[full]), drafts[full], u[full], following[full]
+      case, old, drafts[full], u, following[full]
     )
-    n = _num_accepted(case, accept[r])
+    drawn = [x[: len(r)] for x in drawn]
     if case.checks:
-      _check_drawn(case, [x[: len(r)] for x in drawn], Q[r])
+      _check_drawn(case, drawn, Q[r])
+      n = _num_accepted(case, accept[r])
       _check_marks(state, L, n, np.minimum(P, Q)[r].sum(-1))
-    weight = w[r] * next_probs[np.arange(len(r)), following[r]]
+    weight = weights[r] * _chance(a[r], accept[r])
+    i = np.arange(len(r))
+    for x, q in zip(drafts[r].T, drawn, strict=True):
+      weight *= q[i, x] / q.sum(1)  # of what it was really drawn from
+    weight *= next_probs[i, following[r]]
     yield from _merge(state, L, texts, which[r], weight, V)
+
+
+def _chance(a, accept):
+  """That u [N, K] falls on these sides of a."""
+  return np.where(accept, a, 1 - a).prod(1)
+
+
+def _probe(case, state, drafts, following):
+  """The u [N, K] at which the number of tokens that a round emits changes.
+
+  By bisection, the earlier u at 0, the later ones at 1. Where it does not
+  change it is 1: nothing depends on that u.
+  """
+  N, K = drafts.shape
+  a = np.ones((N, K))
+  state = jax.device_put(state)
+  for i in range(K):
+
+    def emitted(x, i=i):
+      u = np.where(np.arange(K) < i, 0.0, 1.0) * np.ones((N, 1))
+      u[:, i] = x
+      new, _ = _run(case, state, drafts, u, following)
+      return np.asarray(new.length)
+
+    low, high = np.zeros(N), np.ones(N)
+    most = emitted(low)
+    for _ in range(53):
+      middle = (low + high) / 2
+      same = emitted(middle) == most
+      low, high = np.where(same, middle, low), np.where(same, high, middle)
+    a[:, i] = high
+  return a
 
 
 def _thresholds(case, P, Q, pd, qd):
@@ -211,17 +275,24 @@ def _num_accepted(case, accept):
   return (accept * i).max(1, initial=0)
 
 
-def _round(case, state, drafts, u, following):
+def _run(case, state, drafts, u, following):
   run = _program(len(case.p), case.drafter, case.num_draft, case.verifier)
-  _DRAWN.clear()
   state = state._replace(key=jax.random.wrap_key_data(state.key))
-  state, next_probs = run(
-    _table(case), case.params, state, drafts, u.astype(case.dtype), following
-  )
+  u = u.astype(case.dtype)
+  return run(_table(case), case.params, state, drafts, u, following)
+
+
+def _round(case, state, drafts, u, following):
+  jax.effects_barrier()
+  _DRAWN.clear()
+  state, next_probs = _run(case, state, drafts, u, following)
   state = state._replace(key=jax.random.key_data(state.key))
   state, next_probs = jax.device_get((state, next_probs))
   jax.effects_barrier()
-  drawn = [np.asarray(x) for _, x in sorted(_DRAWN, key=lambda x: int(x[0]))]
+  drawn = [
+    np.asarray(bits).reshape(len(u), -1).view(case.dtype).astype(np.float64)
+    for _, bits in sorted(_DRAWN, key=lambda x: int(x[0]))
+  ]
   return state, next_probs.astype(np.float64), drawn
 
 
@@ -292,9 +363,17 @@ def target_law(p, T):
 
 
 def law_error(case, checks=True):
-  got = joint_law(case._replace(checks=checks))
-  want = target_law(case.p, case.length)
-  return max(abs(got.get(text, 0) - want.get(text, 0)) for text in got | want)
+  return max(_gaps(case._replace(checks=checks)))
+
+
+def total_variation(case):
+  """Of the law of the code as it is, which may be a mutant's."""
+  return sum(_gaps(case._replace(checks=False, probe=True))) / 2
+
+
+def _gaps(case):
+  got, want = joint_law(case), target_law(case.p, case.length)
+  return [abs(got.get(text, 0) - want.get(text, 0)) for text in got | want]
 
 
 def _laws(V, seed, dense):
@@ -322,6 +401,19 @@ def lm_case(V, K, seed, dtype, dense=False):
   with np.errstate(divide="ignore"):
     params = jnp.asarray(np.log(q), dtype)
   return Case(p, q, lm.make(_target(V), V), params, K, K + 2, dtype)
+
+
+def truncated(p, top_p):
+  """The smallest set of largest entries with at least top_p of the mass."""
+  ordered = np.sort(p, -1)[..., ::-1]
+  count = (ordered.cumsum(-1) < top_p).sum(-1, keepdims=True)  # all but one
+  kept = np.where(p >= np.take_along_axis(ordered, count, -1), p, 0)
+  return kept / kept.sum(-1, keepdims=True)
+
+
+def with_top_p(case, top_p):
+  """The same draft of a target whose law is cut."""
+  return case._replace(p=truncated(case.p, top_p), raw=case.p, top_p=top_p)
 
 
 def check_law(make, V, K, dtype, kinds, verifier="token"):
@@ -380,6 +472,27 @@ def test_joint_law_of_the_largest_dense(make, dtype):
 def test_joint_law_with_a_draft_of_its_own_cache(V, K, dtype):
   """B04: and each draft is drawn from the law behind its whole prefix."""
   check_law(lm_case, V, K, dtype, KINDS)
+
+
+@pytest.mark.parametrize("verifier", ["token", "block"])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_joint_law_of_a_truncated_target(verifier, dtype):
+  """B12, B14: top-p cuts p in the ratio, the residual and the bonus alike."""
+  with jax.enable_x64(True):
+    for seed in range(2):
+      case = lm_case(3, 2, seed, dtype, dense=True)
+      case = with_top_p(case, 0.8)._replace(verifier=verifier)
+      assert ((case.p == 0) & (case.raw > 0)).sum() > 5
+      assert law_error(case) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("verifier", ["token", "block"])
+def test_thresholds_are_where_the_code_has_them(verifier):
+  """Found by bisection, the law is the target's as well."""
+  with jax.enable_x64(True):
+    case = lm_case(3, 2, 0, jnp.float64, dense=True)
+    case = case._replace(verifier=verifier, length=3)
+    assert total_variation(case) <= 1e-12
 
 
 def _adversary(verifier):

@@ -117,6 +117,7 @@ class GGUFTest(parameterized.TestCase):
     self.assertEqual(tok.vocab_size, user + 1)
 
   def test_stop_ids_join_keys_and_known_names(self):
+    """B28: the union of all sources of a GGUF."""
     # <|endoftext|> (0) is in no key; "hello" (by eot) is no control token.
     hello = gguf_fields()["tokenizer.ggml.tokens"].index("hello")
     tok = tokenizer.from_gguf(gguf_fields(eot_token_id=hello, eom_token_id=-1))
@@ -222,6 +223,7 @@ def test_folder_gives_the_ids_of_the_gguf(tmp_path, text):
 
 
 def test_folder_joins_the_stop_ids_of_all_files(tmp_path):
+  """B28: the union, whatever says it and as what."""
   write_folder(
     tmp_path,
     config={"eos_token": {"content": "<|im_end|>"}, "bos_token": None},

@@ -1,0 +1,290 @@
+"""What a draft is trained to minimise: one function an equation.
+
+p is the target's law under the deployment's temperature and truncation, q the
+draft's under its temperature. An equation is written on p and log q; its public
+function, of the same name, takes logits:
+
+  loss(teacher [..., V], student [..., Vq], *, weights=None, sampling=PLAIN,
+       draft_temperature=None, ids=None, **the equation's own) -> [...]
+
+a loss a position, in float32 (float64 is kept), times `weights` [...] if given.
+Positions of weight 0 may hold NaN: they give 0, and 0 to every gradient. p is a
+constant: nothing flows to the teacher. The rest is said by `laws`.
+
+Nothing is averaged here; `objective.py` sums, over chunks of positions.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.scipy.special import logsumexp, xlogy
+
+from specjax.sampling import probabilities
+from specjax.types import Sampling
+
+PLAIN = Sampling(np.float32(1), np.int32(0), np.float32(1), np.float32(0))
+
+
+def laws(teacher, student, *, sampling=PLAIN, draft_temperature=None, ids=None):
+  """The laws that meet in deployment: p and log q on the draft's vocabulary.
+
+  p is not renormalised there: outside q = 0, so that sum min(p, q) is the
+  acceptance probability whatever was trimmed. Without ids the draft's logits
+  are tokens 0, 1, ...; those beyond V can never be drafted and are cut.
+
+  log q = log softmax(student / draft_temperature), before any truncation of the
+  draft's, which has no derivative. Gradients hold a factor 1 / temperature; no
+  T^2 (Hinton et al. 2015) makes up for it.
+
+  Args:
+    teacher: [..., V] logits; constants.
+    student: [..., Vq] logits.
+    sampling: `Sampling` of scalars, for all positions.
+    draft_temperature: the target's if None, and 1 if that is 0 (greedy).
+    ids: a tuple or NumPy array, the token of each of the draft's logits.
+
+  Returns:
+    p [..., Vq] and log q [..., Vq]; p is NaN where the teacher is broken.
+
+  Raises:
+    ValueError: ids that are no trimmed vocabulary; a bias or penalties.
+  """
+  if any(x is not None for x in sampling[4:]):
+    raise ValueError("a draft is trained without bias, penalties or minimum")
+  V = teacher.shape[-1]
+  student = student[..., :V] if ids is None else student
+  ids = _checked(ids, V, student.shape[-1])
+  law = lambda logits: probabilities(logits, sampling)
+  p = jnp.vectorize(law, signature="(v)->(v)")(lax.stop_gradient(teacher))
+  p = p[..., : len(ids)] if (ids == np.arange(len(ids))).all() else p[..., ids]
+  T = sampling.temperature if draft_temperature is None else draft_temperature
+  z = student.astype(jnp.promote_types(student.dtype, jnp.float32))
+  return p, jax.nn.log_softmax(z / jnp.where(T > 0, T, 1).astype(z.dtype))
+
+
+def _checked(ids, V, Vq):
+  """ids as an array [Vq]; a gather would clamp what is wrong."""
+  ids = np.arange(Vq) if ids is None else np.asarray(ids)
+  if ids.shape != (Vq,) or ids.min() < 0 or ids.max() >= V:
+    raise ValueError(f"ids must be {Vq} tokens, one a logit, in 0..{V - 1}")
+  if len(np.unique(ids)) < Vq:
+    raise ValueError("ids must differ from each other")
+  return ids
+
+
+def _of_logits(equation):
+  """The public function of an equation on (p, log_q): see the module's text."""
+
+  def loss(
+    teacher,
+    student,
+    *,
+    weights=None,
+    sampling=PLAIN,
+    draft_temperature=None,
+    ids=None,
+    **options,
+  ):
+    there = True if weights is None else (weights > 0)[..., None]
+    # before anything else: 0 * NaN is NaN, in a gradient too
+    p, log_q = laws(
+      jnp.where(there, teacher, 0),
+      jnp.where(there, student, 0),
+      sampling=sampling,
+      draft_temperature=draft_temperature,
+      ids=ids,
+    )
+    values = equation(p, log_q, **options)
+    return values if weights is None else weighted(values, weights)
+
+  loss.__name__ = loss.__qualname__ = equation.__name__
+  loss.__doc__, loss.equation = equation.__doc__, equation
+  return loss
+
+
+@_of_logits
+def acceptance(p, log_q):
+  """alpha = sum min(p, q), the probability that a drafted token is accepted.
+
+  Not a loss: what all of them are about. (Leviathan et al. 2023, Theorem 3.5.)
+  """
+  return _least(p, jnp.exp(log_q)).sum(-1)
+
+
+@_of_logits
+def total_variation(p, log_q):
+  """TV = 1 - sum min(p, q), one minus the acceptance probability.
+
+  dTV/dz_j = q_j (Q - [q_j < p_j]), Q = sum of q where q < p, for z = log q up
+  to a constant; 1-norm 2 Q (1 - Q) <= 1/2. It vanishes where a draft is
+  confidently wrong: begin with `forward_kl`. This form, unlike sum |p - q| / 2,
+  keeps the gradient's relative precision there.
+  """
+  return 1 - acceptance.equation(p, log_q)
+
+
+@_of_logits
+def forward_kl(p, log_q):
+  """KL(p || q) = sum p ln(p / q); its gradient is q - p.
+
+  On a trimmed vocabulary KL(p || q) is infinite. There it is m KL(p / m || q)
+  with m = sum p: the cross-entropy -sum p ln q over the tokens that can be
+  drafted, plus what makes it 0 at the best draft; gradient m q - p.
+  """
+  possible = ~(p <= 0)  # or NaN
+  log_p = jnp.log(jnp.where(possible, p, 1))
+  mass = p.sum(-1)
+  cross = jnp.where(possible, p * (log_p - log_q), 0).sum(-1)
+  return cross - xlogy(mass, mass)
+
+
+@_of_logits
+def reverse_kl(p, log_q, *, floor=1e-30):
+  """KL(q || p) = sum q ln(q / p), where p < floor counts as floor.
+
+  Without a floor it is infinite for a truncated or greedy target, whose p has
+  zeros. Gradient q_j (ln(q_j / p_j) - KL(q || p)).
+  """
+  q = jnp.exp(log_q)
+  log_q = jnp.where(q > 0, log_q, 0)  # 0 ln 0 = 0
+  return (q * (log_q - jnp.log(jnp.maximum(p, floor)))).sum(-1)
+
+
+@_of_logits
+def js(p, log_q, *, beta=0.5):
+  """beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q.
+
+  Gradient (1 - beta) q_j (ln(q_j / m_j) - sum q ln(q / m)). Divided by beta it
+  tends to KL(p || q) for beta -> 0, divided by 1 - beta to KL(q || p) for
+  beta -> 1. (Agarwal et al. 2024, "On-policy distillation", Eq. 1.)
+  """
+  if not 0 < beta < 1:
+    raise ValueError(f"beta must be in (0, 1), got {beta}")
+  q = jnp.exp(log_q)
+  m = beta * p + (1 - beta) * q
+  log_m = jnp.log(jnp.where(m > 0, m, 1))
+  log_q = jnp.where(q > 0, log_q, log_m)
+  outside = jnp.maximum(1 - p.sum(-1), 0)  # there m = beta p
+  p_term = (xlogy(p, p) - p * log_m).sum(-1) - outside * np.log(beta)
+  return beta * p_term + (1 - beta) * (q * (log_q - log_m)).sum(-1)
+
+
+@_of_logits
+def negative_log_acceptance(p, log_q):
+  """-ln alpha, alpha = sum min(p, q), summed in log space.
+
+  Gradient q_j (Q - [q_j < p_j]) / alpha; see `total_variation`. 0 where the
+  draft has no token that the target may say: no draft is accepted there.
+  (LK-alpha of "LK losses", 2026, arXiv:2602.23881.)
+  """
+  possible = ~(p <= 0) & (log_q != -jnp.inf)
+  log_least = _least(jnp.log(jnp.where(possible, p, 1)), log_q)
+  some = possible.any(-1, keepdims=True)  # ln 0 has no gradient, not even NaN's
+  log_least = jnp.where(possible, log_least, jnp.where(some, -jnp.inf, 0))
+  return jnp.where(some[..., 0], -logsumexp(log_least, -1), 0)
+
+
+@_of_logits
+def likelihood_hybrid(p, log_q, *, eta=3.0):
+  """w KL(p || q) + (1 - w) TV, w = exp(-eta alpha), a position's own constant.
+
+  KL while the draft is bad, TV as it gets good, without a schedule.
+  (LK-lambda of "LK losses", 2026, arXiv:2602.23881, which takes the batch's
+  mean of alpha; eta 3 for EAGLE-3 drafts, 10 for Medusa's.)
+  """
+  tv = total_variation.equation(p, log_q)
+  w = jnp.exp(-eta * lax.stop_gradient(1 - tv))
+  return w * forward_kl.equation(p, log_q) + (1 - w) * tv
+
+
+@_of_logits
+def tvd_plus_plus(p, log_q):
+  """TV in value, in gradient TV's divided by sigma = sqrt(Q (1 - Q)).
+
+  TVD++ is a policy gradient whose reward [q < p] is normalised by its mean Q
+  and deviation sigma under q: dL/dz_j = q_j (Q - [q_j < p_j]) / sigma, 1-norm
+  2 sigma. Expectations are exact here, not sampled: what is left is a scale for
+  each position. 0 where sigma is. (Goel et al. 2024, arXiv:2403.00858.)
+  """
+  q = jnp.exp(log_q)
+  below = q < p
+  Q, R = (jnp.where(x, q, 0).sum(-1, keepdims=True) for x in (below, ~below))
+  sigma = jnp.sqrt(Q) * jnp.sqrt(R)
+  advantage = jnp.where(below, -R, Q) / jnp.where(sigma > 0, sigma, 1)
+  surrogate = (q * lax.stop_gradient(advantage)).sum(-1)
+  value = total_variation.equation(p, log_q) - surrogate
+  return surrogate + lax.stop_gradient(value)
+
+
+def _least(p, q):
+  """min(p, q), whose derivative by q is [q < p]; a NaN of either passes."""
+  return jnp.where(q < p, q, jnp.minimum(p, lax.stop_gradient(q)))
+
+
+def log_ratio(p, log_q, labels, *, ids=None):
+  """ln rho = ln(q(x) / p(x)) of a text's own tokens, labels [...] -> [...].
+
+  p, log_q and ids are those of `laws`. -inf where the draft cannot say x; +inf
+  where p(x) = 0: the text is not this target's.
+  """
+  here = labels[..., None] == _checked(ids, np.inf, p.shape[-1])  # [..., Vq]
+  p_x = jnp.where(here, p, 0).sum(-1)
+  log_q_x = jnp.where(here, log_q, 0).sum(-1)
+  ratio = log_q_x - jnp.log(jnp.where(p_x <= 0, 1, p_x))
+  ratio = jnp.where(p_x <= 0, jnp.inf, ratio)
+  return jnp.where(here.any(-1), ratio, -jnp.inf)
+
+
+def expected_length(log_ratio, alpha, weights, *, num_draft, verifier="block"):
+  """-E[N] of a round that starts at each position of a text x ~ p.
+
+  With rho_i = q(x_i) / p(x_i) behind the start and K = num_draft,
+
+    token:  E[N] = 1 + sum_{j<=K} (prod_{i<j} min(1, rho_i)) alpha_j
+    block:  E[N] = 1 + sum_{j<=K} min_{0<=i<=j} rho_1 ... rho_i
+
+  in the mean over texts, which do not depend on the draft: the derivative goes
+  straight through. All starts count alike, as rounds' starts do not; compare
+  drafts by `theory.expected_rounds_along`. A round ends where weights are 0,
+  behind the last position, and at a token of p(x) = 0.
+
+  Args:
+    log_ratio: [..., T] ln rho of the token at each position, of `log_ratio`.
+    alpha: [..., T] of `acceptance`.
+    weights: [..., T]; where they are 0 the others may be anything.
+    num_draft: K.
+    verifier: "token" or "block".
+
+  Returns:
+    [..., T], by start, times weights.
+  """
+  if verifier not in ("token", "block"):
+    raise ValueError(f"verifier must be token or block, not {verifier!r}")
+  there = weights > 0
+  log_rho = jnp.where(there & (log_ratio != jnp.inf), log_ratio, -jnp.inf)
+  alpha = jnp.where(there, alpha, 0)
+
+  def ahead(x, i, end):
+    """x of the i-th position from each start."""
+    more = jnp.full((*x.shape[:-1], i), end, x.dtype)
+    return jnp.concatenate([x[..., i:], more[..., : x.shape[-1]]], -1)
+
+  length = survival = jnp.ones_like(alpha)
+  log_product = log_survival = jnp.zeros_like(alpha)
+  for i in range(num_draft):
+    log_rho_i = ahead(log_rho, i, -jnp.inf)
+    if verifier == "token":
+      length = length + survival * ahead(alpha, i, 0)
+      survival = survival * jnp.exp(_least(0.0, log_rho_i))
+    else:
+      log_product = log_product + log_rho_i
+      log_survival = jnp.minimum(log_survival, log_product)
+      length = length + jnp.exp(log_survival)
+  return weighted(-length, weights)
+
+
+def weighted(values, weights):
+  """weights * values, 0 where weights are, whatever the value is there."""
+  values = jnp.where(weights > 0, values, 0)
+  return jnp.asarray(weights, values.dtype) * values
