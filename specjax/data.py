@@ -25,6 +25,7 @@ __all__ = [
   "from_draft",
   "from_target",
   "given",
+  "load_cache",
   "self_started",
 ]
 
@@ -256,6 +257,15 @@ def _settings(source, model, plan):
     "stop_ids": list(model.tokenizer.stop_ids),
     **plan,
   }
+
+
+def load_cache(folder):
+  """Return the `Trajectories` of a cache's folder, complete or not.
+
+  Raises:
+    UserError: it is no such folder, holds nothing yet, or is damaged.
+  """
+  return speak.join(shards.load(folder))
 
 
 def fingerprint(model):

@@ -76,26 +76,33 @@ def collect(root, settings, count, make, *, tell, watch=QUIET):
     UserError: the folder cannot be written.
   """
   folder = root and Path(root) / name(settings)
-  found, began = {}, time.perf_counter()
-  before, tokens, made = 0.0, 0, 0
+  found, before = {}, 0.0
   if folder:
-    before = _old_meta(folder).get("seconds", 0.0)
+    before = _seconds(folder)
     again = lambda line: watch.note(f"{line}; making it again")
     read = {i: _read(_file(folder, i), again) for i in range(count)}
     found = {i: shard for i, shard in read.items() if shard is not None}
-  watch.step(Progress(len(found), count, 0, 0, 0.0))
-  for i in range(count):
-    if i in found:
-      continue
-    found[i] = make(i)
-    made, tokens = made + 1, tokens + int(found[i]["count"].sum())
-    seconds = time.perf_counter() - began
+  began, tokens, made = time.perf_counter(), 0, 0
+  try:
+    watch.step(Progress(len(found), count, 0, 0, 0.0))
+    for i in range(count):
+      if i in found:
+        continue
+      shard = make(i)
+      seconds = time.perf_counter() - began
+      found[i] = shard
+      if folder:
+        _write(_file(folder, i), lambda file, i=i: _pack(file, i, found[i]))
+        meta = {"format": FORMAT, "settings": settings, "shards": count}
+        meta |= {"done": len(found), "seconds": round(before + seconds, 3)}
+        _write_meta(folder, meta | tell(list(found.values())))
+      made, tokens = made + 1, tokens + int(shard["count"].sum())
+      watch.step(Progress(len(found), count, made, tokens, seconds))
+  except KeyboardInterrupt:
     if folder:
-      _write(_file(folder, i), lambda file, i=i: _pack(file, i, found[i]))
-      meta = {"format": FORMAT, "settings": settings, "shards": count}
-      meta |= {"done": len(found), "seconds": round(before + seconds, 3)}
-      _write_meta(folder, meta | tell(list(found.values())))
-    watch.step(Progress(len(found), count, made, tokens, seconds))
+      kept = f"{len(found)} of {count} shards are in {folder}"
+      watch.note(f"{kept}; the same settings go on from there")
+    raise
   return [found[i] for i in range(count)]
 
 
@@ -108,9 +115,7 @@ def load(folder):
   folder = Path(folder)
   if not (folder / _META).is_file():
     raise UserError(f"{folder} holds no sampled data: it has no {_META}")
-  numbers = sorted(
-    int(p.stem.split("-")[1]) for p in folder.glob("shard-*.npz")
-  )
+  numbers = sorted(map(_number, folder.glob(f"shard-{'[0-9]' * 5}.npz")))
   problems = []
   found = [_read(_file(folder, i), problems.append) for i in numbers]
   if problems:
@@ -122,6 +127,10 @@ def load(folder):
 
 def _file(folder, i):
   return folder / f"shard-{i:05d}.npz"
+
+
+def _number(path):
+  return int(path.stem.removeprefix("shard-"))
 
 
 def _pack(file, i, arrays):
@@ -142,7 +151,7 @@ def _read(path, note):
   try:
     with np.load(path, allow_pickle=False) as file:
       arrays = dict(file)
-    if arrays.pop("sha256") == _digest(int(path.stem.split("-")[1]), arrays):
+    if arrays.pop("sha256") == _digest(_number(path), arrays):
       return arrays
     reason = "its checksum differs"
   except FileNotFoundError:
@@ -163,11 +172,12 @@ def _read(path, note):
   return None
 
 
-def _old_meta(folder):
+def _seconds(folder):
+  """What the shards so far have taken; the file is for people, made anew."""
   try:
-    return json.loads((folder / _META).read_text())
-  except (OSError, ValueError):  # it is for people, and made anew
-    return {}
+    return float(json.loads((folder / _META).read_text())["seconds"])
+  except (OSError, ValueError, TypeError, KeyError):
+    return 0.0
 
 
 def _write_meta(folder, meta):
