@@ -38,19 +38,36 @@ def read(config):
   if not path:
     # a shell's echo ends the text with a newline that is not meant
     read = lambda: _contents("-").removesuffix("\n")
-    text = read() if config.prompt == "-" else config.prompt
-    if not text.strip():
+    asked = read() if config.prompt == "-" else config.prompt
+    if not asked.strip():
       raise UserError('the prompt is empty: type --config.prompt="your text"')
-    return [Prompt("prompt", "", (), (_text(text, "the prompt"),), None)]
-  # not splitlines: JSON may hold a raw U+2028
-  rows = [
-    _row(line, f"{_name(path)}, line {i}", str(i))
-    for i, line in enumerate(_contents(path).split("\n"), 1)
-    if line.strip()
-  ]
-  if not rows:
+    return [Prompt("prompt", "", (), (text(asked, "the prompt"),), None)]
+  return from_file(path, limit)
+
+
+def from_file(path, limit=0):
+  """Return the first `limit` prompts of a JSONL file, 0 for all; see `read`."""
+  found = [parse(*row) for row in rows(path)]
+  if not found:
     raise UserError(f"{_name(path)} holds no prompts")
-  return rows[:limit] if limit else rows
+  return found[:limit] if limit else found
+
+
+def rows(path):
+  """Yield (row, where it stands, its number) of a JSONL file, "-" for stdin.
+
+  Raises:
+    UserError: the file cannot be read, or a line is not JSON.
+  """
+  # not splitlines: JSON may hold a raw U+2028
+  for i, line in enumerate(_contents(path).split("\n"), 1):
+    if line.strip():
+      where = f"{_name(path)}, line {i}"
+      try:
+        row = json.loads(line)
+      except (ValueError, RecursionError) as e:
+        raise UserError(f"{where}: not JSON: {e}") from e
+      yield row, where, str(i)
 
 
 def _name(path):
@@ -70,11 +87,8 @@ def _contents(path):
     ) from e
 
 
-def _row(line, where, number):
-  try:
-    row = json.loads(line)
-  except (ValueError, RecursionError) as e:
-    raise UserError(f"{where}: not JSON: {e}") from e
+def parse(row, where, number):
+  """Return the `Prompt` of a JSONL row; see `read`."""
   forms = [k for k in _FORMS if k in row] if isinstance(row, dict) else []
   if len(forms) != 1:
     raise UserError(f'{where}: needs one of "prompt", "turns" or "messages"')
@@ -86,7 +100,7 @@ def _row(line, where, number):
     id=str(row.get("id", row.get("question_id", number))),
     kind=str(row.get("kind", row.get("category", ""))),
     history=history,
-    turns=tuple(_text(turn, f"{where}: {forms[0]!r}") for turn in turns),
+    turns=tuple(text(turn, f"{where}: {forms[0]!r}") for turn in turns),
     seed=seed,
   )
 
@@ -104,7 +118,7 @@ def _turns(row, form, where):
     turns = [last["content"]]
   if "system" in row:
     before.insert(0, {"role": "system", "content": row["system"]})
-    _text(row["system"], f'{where}: "system"', may_be_empty=True)
+    text(row["system"], f'{where}: "system"', may_be_empty=True)
   return tuple(before), turns
 
 
@@ -114,13 +128,13 @@ def _message(message, where):
   if role not in chat.ROLES:
     roles = ", ".join(chat.ROLES)
     raise UserError(f"{where}: a message needs a role out of {roles}")
-  content = _text(
+  content = text(
     message.get("content"), f"{where}: a content", may_be_empty=True
   )
   return {"role": role, "content": content}
 
 
-def _text(value, what, *, may_be_empty=False):
+def text(value, what, *, may_be_empty=False):
   """Return `value`; raise UserError unless it is text that has UTF-8."""
   if not isinstance(value, str):
     raise UserError(f"{what} must be text, got {json.dumps(value)[:40]}")

@@ -169,6 +169,22 @@ def _head(params, config, ids):
   return matrix.whole(params["head"])[:, at]
 
 
+def whole(model):
+  """Return the model with its matrices whole, itself if they are.
+
+  That serves some 32 rows and more at a time, in batched sampling and in
+  training; see `matrix.product`. What was in blocks is copied.
+  """
+  if not model.loaded.block:
+    return model
+  params = jax.tree.map(
+    lambda x: matrix.whole(x) if x.ndim == 3 else x, model.params
+  )
+  config = dataclasses.replace(model.loaded, block=0)
+  target = transformer.make(config, params["embed"].dtype)
+  return model._replace(target=target, params=params, loaded=config)
+
+
 def block_here():
   """Columns of a matrix's blocks: a cache line's multiple on a CPU, else 0."""
   return 64 if jax.default_backend() == "cpu" else 0
