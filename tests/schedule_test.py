@@ -71,7 +71,7 @@ def test_auto_is_the_best_of_the_predicted(monkeypatch):
 
 @pytest.mark.parametrize("name", ["lm", "ngram"])
 def test_adaptive_decodes_the_same_tokens(monkeypatch, name):
-  """At T = 0, in decode.py's own path; its lengths differ from round to round."""
+  """At T = 0, as decode.py does it; lengths differ from round to round."""
   costs = _costs(0.05, [1.0, 1.1, 1.2, 1.3])
   config, sizes, chosen = _decide(monkeypatch, name, "adaptive", costs)
   config.sampling.temperature = 0.0
