@@ -133,6 +133,7 @@ def test_acceptance_adds_up(model):
   assert result["draft"] == {
     "name": "ngram",
     "K": K,
+    "chosen": None,
     "verifier": "block",
     "parameters": None,
     "layers": None,
