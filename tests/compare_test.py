@@ -225,6 +225,7 @@ def _cells(rows):
 
 def test_the_table_says_once_what_both_verifiers_do():
   rows = ranking.add_measured(_rows()[0], [])
+  rows = [r | dict(speedup=r["speedup"] * 0.99**i) for i, r in enumerate(rows)]
   apart = _cells(rows)
   assert len(apart) == len(rows) and apart[0][2] == str(rows[0]["K"])
   best = rows[0]
@@ -238,7 +239,7 @@ def test_the_table_says_once_what_both_verifiers_do():
   ]
   merged = _cells(twice)
   assert {cells[1] for cells in merged} == {"either"}
-  assert merged[0][-1] == "1.23" and len(merged) <= len(rows)
+  assert merged[0][-1] == "1.23" and len(merged) == len(rows)
 
 
 def test_an_unsteady_clock_is_told():

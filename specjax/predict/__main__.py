@@ -12,7 +12,7 @@ token, target calls and whole rounds are timed at batch 1. From these come the
 tokens a target call and the speed-up S of each draft, K and verifier, with a
 95 % interval over the prompts: the costs are taken as they are. Beside them is
 what the formula for independent tokens, E[N] / (1 + K / C), makes of the mean
-alpha, and how far it is off.
+alpha, and how far that is off.
 
 A draft is `ngram`, layers of the target joined by `+`, or a weight reference.
 --config.batch_size is of the plain decoding alone. The table goes to stdout.

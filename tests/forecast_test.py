@@ -1,0 +1,134 @@
+"""From a run's plain answers to what they foretell of its speculative ones."""
+
+import copy
+import functools
+
+import numpy as np
+import pytest
+from play_test import TEXTS, _config, _draft, _model, _play, _todo
+
+from specjax import forecast, metrics, play, predict
+
+same = lambda items: items
+
+
+def _run(draft="lm", todo=None, **changes):
+  """(config, sizes, batches of both decoders)."""
+  config = _config(draft, **changes)
+  config.sampling.temperature = 0.0
+  todo = todo or _todo(*TEXTS[:4], ("q", "r"))
+  sizes = play.sizes(_model(), todo, config)
+  return config, sizes, _play(todo, config, sizes=sizes)
+
+
+def _of_run(config, sizes, batches):
+  return forecast.of_run(_model(), _draft(config), config, sizes, batches)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("draft", ["lm", "ngram"])
+def test_at_temperature_0_it_is_what_happened(draft, batch_size):
+  """To the last round, also in a batch and over several turns."""
+  config, sizes, batches = _run(draft, batch_size=batch_size)
+  found, K = _of_run(config, sizes, batches), config.draft.num_tokens
+  parts = [b.acceptance for b in batches if b.acceptance is not None]
+  measured = metrics.add(parts, K)
+  got = found.prediction
+  assert got.rounds[:, K].sum() == pytest.approx(measured.rounds, abs=1e-6)
+  assert got.tokens.mean[K] == pytest.approx(measured.tokens_per_call)
+  assert len(got.length) == 6 and got.length.sum() == measured.tokens
+  assert (found.speedups is None) == (batch_size > 1)
+  costs, steps = found.costs, {}
+  for batch in batches:
+    seconds, n = steps.get(batch.decoder, (0, 0))
+    steps[batch.decoder] = seconds + batch.seconds, n + batch.steps
+  plain, speculative = (seconds / n for seconds, n in steps.values())
+  assert costs.plain.median == pytest.approx(plain)
+  assert costs.round[K].median == pytest.approx(speculative)
+  assert costs.batch == batch_size
+  if batch_size == 1:  # tokens over time, as the run's own speed-up
+    want = got.tokens.mean[K] * plain / speculative
+    assert found.speedups.mean[K] == pytest.approx(want)
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [
+    dict(draft="replay"),
+    dict(verifier="coupled"),
+    dict(decoder="autoregressive"),
+    dict(max_new_tokens=0),
+  ],
+)
+def test_where_there_is_nothing_to_say(changes):
+  config, sizes, batches = _run(todo=_todo("To be"), **changes)
+  assert _of_run(config, sizes, batches) is None
+
+
+@functools.cache
+def _short_run():
+  return _run("ngram", todo=_todo("To be"), max_new_tokens=4)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 254, 255, 300])
+def test_rounds_that_do_not_fit(num_tokens):
+  """Nothing is said of a round as long as the cache; nothing breaks."""
+  config, sizes, batches = _short_run()  # of another K, which matters nothing
+  config = copy.deepcopy(config)
+  config.draft.num_tokens = num_tokens
+  found = _of_run(config, sizes, batches)
+  assert (found is None) == (num_tokens != 254)  # 256 slots
+  if found:
+    assert found.costs.call(255) > 0 and len(found.prediction.iid) == 255
+
+
+def _texts(answers, config, batch, **options):
+  return forecast.texts(
+    _model(),
+    _draft(config),
+    answers,
+    config,
+    num_draft=3,
+    batch=batch,
+    slots=256,
+    track=same,
+    **options,
+  )
+
+
+@functools.cache
+def _answers():
+  config, _, batches = _run()
+  plain = [b for b in batches if b.decoder == "autoregressive"]
+  return config, [(a.prompt_ids, a.token_ids) for b in plain for a in b.answers]
+
+
+def _equal(a, b):
+  for x, y in zip(a, b, strict=True):
+    np.testing.assert_allclose(x, y, atol=1e-4)
+
+
+def test_groups_and_empty_answers():
+  """Texts do not depend on how many go in one pass; empty ones are none."""
+  config, answers = _answers()
+  (one,) = _texts(answers, config, 1)
+  (some,) = _texts([*answers[:2], ((1, 2), ()), *answers[2:]], config, 4)
+  real = np.arange(24) < one.length[:, None]
+  cut = lambda texts: predict.Texts(texts.length, *(x[real] for x in texts[1:]))
+  _equal(cut(one), cut(some))
+
+
+def test_variants_are_runs_of_their_own():
+  """A sweep on the same logits, against one config a temperature."""
+  config, answers = copy.deepcopy(_answers()[0]), _answers()[1]
+  config.sampling.temperature = 1.0
+  found = _texts(
+    answers, config, 3, variants=({}, dict(temperature=0.3), dict(top_p=0.5))
+  )
+  for temperature, got in ((-1.0, found[0]), (0.3, found[1])):
+    config.draft.temperature = temperature
+    (want,) = _texts(answers, config, 3)
+    _equal(got, want)
+  differ = functools.partial(np.allclose, atol=1e-3)
+  assert not differ(found[0].alpha, found[1].alpha)
+  assert not differ(found[0].alpha, found[2].alpha)
