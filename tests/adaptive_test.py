@@ -14,7 +14,7 @@ from generate_test import PROMPTS, _tiny
 from specjax import adaptive, generate, metrics, request
 from specjax.drafters import lm, ngram
 
-K, N = 5, 40
+K, N = 3, 24
 LINEAR = 1 + 0.05 * np.arange(K + 1)
 
 
@@ -78,9 +78,14 @@ def test_joint_law(name, draft):
   assert outcomes.error(got, outcomes.target_law(p, prompt, T)) < 1e-6
 
 
-@pytest.mark.parametrize("name", ["lm", "ngram"])
 @pytest.mark.parametrize(
-  "temperature, verifier", [(0.0, "block"), (0.8, "coupled")]
+  "name, temperature, verifier",
+  [
+    ("lm", 0.0, "block"),
+    ("ngram", 0.8, "coupled"),
+    pytest.param("lm", 0.8, "coupled", marks=pytest.mark.slow),
+    pytest.param("ngram", 0.0, "block", marks=pytest.mark.slow),
+  ],
 )
 def test_tokens_are_those_of_plain_decoding(name, temperature, verifier):
   got = _speculate(name, _ask(temperature), _policy(), verifier)
@@ -89,7 +94,9 @@ def test_tokens_are_those_of_plain_decoding(name, temperature, verifier):
   np.testing.assert_array_equal(got.finish_reason, want.finish_reason)
 
 
-@pytest.mark.parametrize("name", ["lm", "ngram"])
+@pytest.mark.parametrize(
+  "name", ["lm", pytest.param("ngram", marks=pytest.mark.slow)]
+)
 def test_rows_do_not_see_their_neighbours(name):
   """B15: what a row has learned is its own, whatever width it is called at."""
   together = _speculate(name, _ask(0.8), _policy())
