@@ -87,7 +87,9 @@ def coupled(draft, sample, *, length=None):
 
   The target draws a token for each position, with the noise that plain decoding
   uses there, and those draws are the output: any draft leaves it unchanged. The
-  draft draws with the same noise, so that it often agrees. (Daliri et al.
+  draft draws with the same noise, so that it often agrees: at least with
+  probability (1 - TV) / (1 + TV) for Gumbel-max over the whole vocabulary;
+  `sampling.draw` has two levels, for which that is no proof. (Daliri et al.
   2024, "Coupling without communication".)
 
   Args:

@@ -216,7 +216,9 @@ def _run(ask, draft, K, rule, **options):
   )
 
 
-@pytest.mark.parametrize("name", ["lm", "ngram"])
+@pytest.mark.parametrize(
+  "name", ["ngram", pytest.param("lm", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("rule", RULES)
 def test_at_temperature_0_every_round_is_foretold(name, rule):
   """The text is the same and nothing is random: each row's very count."""
@@ -234,7 +236,13 @@ def test_at_temperature_0_every_round_is_foretold(name, rule):
     assert found.tokens.mean[K] > 1.1
 
 
-@pytest.mark.parametrize("name", ["lm", "ngram", "replay"])
+@pytest.mark.parametrize(
+  "name",
+  [
+    "lm",
+    *(pytest.param(x, marks=pytest.mark.slow) for x in ("ngram", "replay")),
+  ],
+)
 def test_at_temperature_1_it_is_the_mean(name):
   """Of 40 runs of 8 rows with other seeds; 4 standard errors.
 
