@@ -180,9 +180,8 @@ def negative_log_acceptance(p, log_q):
   """
   possible = ~(p <= 0) & (log_q != -jnp.inf)
   log_least = _least(jnp.log(jnp.where(possible, p, 1)), log_q)
-  some = possible.any(-1, keepdims=True)  # ln 0 has no gradient, not even NaN's
-  log_least = jnp.where(possible, log_least, jnp.where(some, -jnp.inf, 0))
-  return jnp.where(some[..., 0], -logsumexp(log_least, -1), 0)
+  log_alpha = logsumexp(jnp.where(possible, log_least, -jnp.inf), -1)
+  return jnp.where(possible.any(-1), -log_alpha, 0)
 
 
 @_of_logits

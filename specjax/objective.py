@@ -208,7 +208,6 @@ def _by_positions(
     alpha = losses.weighted(losses.acceptance.equation(p, log_q), weights)
     return loss.sum(), (weights.astype(loss.dtype).sum(), alpha.sum())
 
-  fixed = lax.stop_gradient(fixed)
   return Sums(*_summed(sums, heads, xs[1], fixed, xs[0], xs[2]))
 
 
