@@ -54,8 +54,8 @@ def asked(config, drafts, lengths, temperatures=(), top_ps=(), turns=5):
   Args:
     config: whose prompts, target and sampling are meant.
     drafts: `ngram`, layers of the target joined by `+`, or a weight reference.
-    lengths: K; temperatures, top_ps: of language models, none: as in the
-      config, and -1 is the target's own temperature.
+    lengths: K; temperatures, top_ps: of language models; none, or one below
+      0: as in the config.
     turns: times that each cost is measured.
 
   Raises:
@@ -94,7 +94,7 @@ def _number(flag, text, kind):
 
 
 def _grid(flag, texts):
-  """Numbers, or [None] for nothing to change; a temperature below 0 too."""
+  """Numbers, or [None] for nothing to change; one below 0 is None too."""
   numbers = [_number(flag, x, float) for x in texts if x]
   return [None if x < 0 else x for x in dict.fromkeys(numbers)] or [None]
 

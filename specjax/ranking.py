@@ -76,7 +76,9 @@ def _measured(path, config, names):
       key: found["config"][key] == _plain(config[key])
       for key in ("target", "sampling")
     }
-    same["draft.head"] = asked["head"] in (0, config.draft.head)
+    if asked["name"] == "lm":
+      same["draft.head"] = asked["head"] == config.draft.head
+    temperature = asked["temperature"]
   except OSError as e:
     raise UserError(f"cannot read --measured={path}: {e.strerror}") from e
   except (ValueError, KeyError, TypeError):
@@ -98,7 +100,10 @@ def _measured(path, config, names):
     "draft": name,
     "verifier": verifier,
     "K": K,
-    "temperature": asked["temperature"],
+    # -1 is the config's, as in a row that changes none
+    "temperature": -1.0
+    if temperature == config.draft.temperature
+    else temperature,
     "tokens_per_call": tokens,
     "speedup": speedup,
   }
@@ -114,7 +119,7 @@ def add_measured(rows, points):
 
   def same(row, point):
     own = row["sampling"].get("temperature", -1.0)
-    return own == max(point["temperature"], -1.0) and all(
+    return own == point["temperature"] and all(
       row[key] == point[key] for key in ("draft", "verifier", "K")
     )
 

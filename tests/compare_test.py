@@ -170,6 +170,18 @@ def test_what_was_measured_joins_its_row(tmp_path):
   assert ranking.measured([""], tiny.get_config(), ["ngram"]) == []
 
 
+def test_a_temperature_that_the_config_gives_the_draft(tmp_path):
+  """Its report belongs to the row that changes nothing."""
+  config = tiny.get_config()
+  config.draft.temperature = 0.5
+  row = dict(draft="0+2", sampling={}, verifier="block", K=4)
+  for T, joins in ((0.5, True), (0.7, False)):
+    paths = _report(tmp_path, config__draft__temperature=T)
+    points = ranking.measured(paths, config, ["0+2"])
+    (found,) = ranking.add_measured([row], points)
+    assert (found["measured"] is not None) == joins
+
+
 @pytest.mark.parametrize(
   "changes, said",
   [
@@ -178,6 +190,7 @@ def test_what_was_measured_joins_its_row(tmp_path):
     (dict(config__draft__layers=[1]), "1 at batch 1 is not what"),
     (dict(config__target="other"), "it has another target"),
     (dict(config__sampling__temperature=0.3), "it has another sampling"),
+    (dict(config__draft__head=300), "it has another draft.head"),
     (dict(draft=None), "is no report of decode.py that speculated"),
   ],
 )

@@ -28,7 +28,7 @@ _CONFIG = cli.define_config()
 _DRAFTS = flags.DEFINE_list("drafts", "ngram", "Drafts to compare.")
 _LENGTHS = flags.DEFINE_list("lengths", "1,2,4,8", "K: drafted tokens a round.")
 _TEMPERATURES = flags.DEFINE_list(
-  "temperatures", "", "Of the drafts' own draws, -1: the target's."
+  "temperatures", "", "Of the drafts' own draws; -1: the config's."
 )
 _TOP_PS = flags.DEFINE_list("top_ps", "", "Truncations of those draws.")
 _TURNS = flags.DEFINE_integer("turns", 5, "Times that each cost is measured.")
