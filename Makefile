@@ -6,6 +6,9 @@
 PYTHON ?= python3
 VENV ?= $(if $(filter python3,$(PYTHON)),.venv,.venv-$(notdir $(PYTHON)))
 BIN := $(VENV)/bin
+# processes of the tests, each with a file of them at a time
+WORKERS ?= 2
+TESTS = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .PHONY: demo test test-all lint setup requirements
 
@@ -13,10 +16,10 @@ demo: setup
 	$(BIN)/python decode.py --config=configs/smollm2.py
 
 test: setup lint
-	$(BIN)/python -m pytest
+	$(TESTS)
 
 test-all: setup lint
-	$(BIN)/python -m pytest -m "slow or not slow"
+	$(TESTS) -m "slow or not slow"
 
 lint: setup
 	$(BIN)/ruff check .

@@ -144,11 +144,10 @@ def self_started(
     # alike but for their seeds
     begun = [speak.Row(n, start, (plan.seed + n) % 2**32, 1.0) for n in numbers]
     asked = _ended(model.tokenizer, _answers(model, begun, free, batch), plan)
-    rows = [
-      row
-      for n, ids in asked
-      for row in speak.samples(n, Ask(ids, None), plan, mix[n])
-    ]
+    rows = []
+    for n, ids in asked:
+      seed = (plan.seed + n * plan.samples) % 2**32  # words may repeat
+      rows += speak.samples(n, Ask(ids, seed), plan, mix[n])
     return _answers(model, rows, plan, batch)
 
   settings = _settings("self", model, plan)

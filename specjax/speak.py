@@ -183,8 +183,9 @@ def from_draft(
   """
   check(plan)
   chosen = trajectories.indices(plan.seed, refresh, len(asks), count)
+  first = plan.seed + refresh * count  # no seed serves twice
   plan = plan._replace(samples=1, seed=(plan.seed + refresh) % 2**32)
-  asks = [asks[i]._replace(seed=None) for i in chosen]
+  asks = [Ask(asks[i].ids, (first + n) % 2**32) for n, i in enumerate(chosen)]
   batch = min(plan.batch, count)
   target = _widened(draft, vocab_size, ids)
   options = dict(stop_ids=stop_ids, batch=batch)

