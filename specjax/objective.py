@@ -152,28 +152,55 @@ def positions(
     teacher_unembed, student_unembed: hidden states -> logits. A head that is
       cast to bfloat16 inside gets its gradient summed in float32.
     chunk: how many positions of each row are unembedded at a time.
+    temperature: [B] that each row's text was sampled at: 0 is greedy; where it
+      is NaN (given text), and if None, the sampling's.
     ids: and the other keywords: of `losses.laws`.
 
   Returns:
     `Positions`.
   """
+  how = _deployment(**deployment)
 
-  @jax.checkpoint
-  def values(xs):
-    teacher, student, weights, labels = xs
-    p, log_q = losses.laws(
-      teacher_unembed(_there(teacher, weights)),
-      student_unembed(_there(student, weights)),
-      ids=ids,
-      **deployment,
-    )
+  def values(teacher, student, labels):
+    p, log_q = losses.laws(teacher, student, ids=ids, **how)
     alpha = losses.acceptance.equation(p, log_q)
     return Positions(alpha, losses.log_ratio(p, log_q, labels, ids=ids))
+
+  heads = teacher_unembed, student_unembed
+  args = teacher, student, weights, labels
+  return chunked(values, heads, *args, chunk=chunk)
+
+
+def chunked(values, heads, teacher, student, weights, labels, *, chunk):
+  """What `values` makes of the logits, `chunk` positions of each row at a time.
+
+  Args:
+    values: (teacher's logits [B, chunk, V], student's [B, chunk, Vq], labels
+      [B, chunk]) -> a tree of [B, chunk].
+    heads: the two unembeds; and the other arguments: see `positions`.
+
+  Returns:
+    The tree of [B, T].
+  """
+
+  @jax.checkpoint
+  def at(xs):
+    *states, weights, labels = xs
+    of = lambda head, x: head(_there(x, weights))
+    return values(*map(of, heads, states), labels)
 
   xs = lax.stop_gradient(teacher), student, weights, labels
   chunks = jax.tree.map(functools.partial(_split, chunk=chunk), xs)
   join = functools.partial(_join, T=weights.shape[1])
-  return jax.tree.map(join, lax.map(values, chunks))
+  return jax.tree.map(join, lax.map(at, chunks))
+
+
+def _deployment(*, sampling=losses.PLAIN, temperature=None, **rest):
+  """Keywords of `losses.laws` for [B, T] positions."""
+  if temperature is not None:
+    own = jnp.where(jnp.isnan(temperature), sampling.temperature, temperature)
+    sampling = sampling._replace(temperature=own[:, None])
+  return {"sampling": sampling, **rest}
 
 
 def _by_positions(
@@ -192,6 +219,7 @@ def _by_positions(
   A sum's gradient is known up to a factor as soon as the sum is: each chunk's
   is taken while its logits are there, which saves making them again.
   """
+  how = _deployment(**deployment)
   xs = lax.stop_gradient(teacher), student, weights
   xs = tuple(_split(x, chunk) for x in xs)
   one = [x[0] for x in xs]
@@ -202,7 +230,7 @@ def _by_positions(
     p, log_q = losses.laws(
       teacher_head(_there(teacher, weights), *fixed),
       student_head(_there(student, weights), *heads),
-      **deployment,
+      **how,
     )
     loss = losses.weighted(equation(p, log_q), weights)
     alpha = losses.weighted(losses.acceptance.equation(p, log_q), weights)
