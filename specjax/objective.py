@@ -212,6 +212,7 @@ def _by_positions(
   teacher_unembed,
   student_unembed,
   chunk=32,
+  ids=None,
   **deployment,
 ):
   """`Sums` of an equation.
@@ -225,11 +226,14 @@ def _by_positions(
   one = [x[0] for x in xs]
   teacher_head, fixed = jax.closure_convert(teacher_unembed, one[0])
   student_head, heads = jax.closure_convert(student_unembed, one[1])
+  fixed = fixed, how  # traced temperatures too: a custom_vjp closes over none
 
   def sums(heads, student, fixed, teacher, weights):
+    fixed, how = fixed
     p, log_q = losses.laws(
       teacher_head(_there(teacher, weights), *fixed),
       student_head(_there(student, weights), *heads),
+      ids=ids,
       **how,
     )
     loss = losses.weighted(equation(p, log_q), weights)

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from specjax import cli, costs, objective, speak
+from specjax import cli, costs, objective, speak, student
 from specjax.errors import UserError
 from specjax.runtime import DTYPES
 from specjax.types import Sampling
@@ -17,14 +17,13 @@ def check(config):
   """Raise UserError, naming the key, for a value outside its range."""
   _check_data(config.data, config.batch_size)
   _one_of("dtype", config.dtype, DTYPES)
-  _one_of("draft.embedding", config.draft.embedding, ("own", "shared"))
+  student.check(config.draft)
   for key in (
     *("steps", "batch_size", "accumulate", "length", "chunk", "log_every"),
     *("evaluation.every", "evaluation.rows", "evaluation.batch"),
     *("checkpoint.every", "checkpoint.keep", "draft.num_tokens"),
   ):
     _range(config, key, 1)
-  _range(config, "draft.head", 0)
   _range(config, "seed", 0, 2**32 - 1)
   _range(config, "optimiser.warmup", 0, 0.99)
   for key in ("beta1", "beta2"):

@@ -160,7 +160,7 @@ def make(
     dtype: what the draft computes in; its parameters stay as they are.
     **how: more keywords of `objective.total`.
   """
-  cast = functools.partial(_cast, dtype=dtype)
+  cast = lambda params: jax.tree.map(lambda x: x.astype(dtype), params)
 
   def accumulate(state, batch, teacher_params, shared):
     at = _positions(batch.tokens)
@@ -171,19 +171,16 @@ def make(
     )
 
     def loss(params):
-      whole = cast(join(shared, params))
+      masters = join(shared, params)
       found = objective.total(
         schedule,
         state.step / steps,
         hidden,
-        forward.hidden(whole, batch, hidden, taps),
+        forward.hidden(cast(masters), batch, hidden, taps),
         jnp.asarray(batch.mask, jnp.float32),
         jnp.asarray(batch.labels),
         teacher_unembed=functools.partial(teacher.unembed, teacher_params),
-        # cast inside, so that a head's gradient is summed in float32
-        student_unembed=lambda x: forward.unembed(
-          cast(join(shared, params)), x
-        ),
+        student_unembed=functools.partial(_head, forward, dtype, masters),
         temperature=jnp.asarray(batch.temperature),
         **how,
       )
@@ -203,6 +200,21 @@ def make(
   return Steps(
     jax.jit(accumulate, donate_argnums=0), jax.jit(update, donate_argnums=0)
   )
+
+
+def _head(forward, dtype, masters, hidden):
+  """Logits of a head that is cast here, so that its gradient is float32's sum.
+
+  Only what the head reads is cast: whatever else is would get a gradient too,
+  in each chunk of positions.
+  """
+  leaves, tree = jax.tree.flatten(masters)
+  of = lambda leaves, x: forward.unembed(tree.unflatten(leaves), x)
+  program = jax.make_jaxpr(of)(leaves, hidden).jaxpr
+  read = {id(x) for equation in program.eqns for x in equation.invars}
+  pairs = zip(leaves, program.invars, strict=False)
+  cast = [x.astype(dtype) if id(v) in read else x for x, v in pairs]
+  return of(cast, hidden)
 
 
 def _update(state, optimiser, rate, log_every):
@@ -239,7 +251,3 @@ def _update(state, optimiser, rate, log_every):
 
 def _positions(tokens):
   return jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-
-
-def _cast(params, dtype):
-  return jax.tree.map(lambda x: x.astype(dtype), params)
