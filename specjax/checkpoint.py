@@ -23,7 +23,7 @@ def opened(folder, keep):
   """Give the Orbax manager of a folder, which is made if need be.
 
   What a killed process left half-written is removed. Leaving waits for the
-  last save.
+  last save, but not on Ctrl-C.
 
   Args:
     keep: the newest so many checkpoints stay.
@@ -44,7 +44,7 @@ def opened(folder, keep):
     )
   try:
     yield manager
-  except BaseException:
+  except Exception:
     # its own error would hide this one
     with contextlib.suppress(Exception):
       manager.close()

@@ -22,8 +22,7 @@ def training(rows, schedule, steps):
   _line(loss, rows, "loss", "loss of the schedule", "-", "tab:blue")
   held_out = "mix/forward_kl", "KL(p || q), held out"
   _line(loss, rows, *held_out, "o-", "tab:orange")
-  loss.set_yscale("symlog", linthresh=0.1)
-  loss.set_title("Loss, nats a token or its own unit")
+  loss.set_title("Loss a token")
   _line(alpha, rows, "alpha", "training", "-", "tab:blue")
   _line(alpha, rows, "mix/alpha", "held out", "o-", "tab:orange")
   _line(alpha, rows, "mix/agreement", "greedy agreement", "s--", "tab:green")

@@ -5,6 +5,7 @@ then the best draft, then the checkpoint. So whatever is in a checkpoint's past
 is on disk, and a run that goes on from it repeats all that is not.
 """
 
+import functools
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,13 +56,15 @@ def train(job, fed, state, at, log, asked):
   pending, clock, stop = [], time.perf_counter(), False
   due = lambda every: micro == 0 and (now % every == 0 or now == config.steps)
   fed = _refreshed(job, fed, state, now)
+  accumulate = functools.partial(_compiled, job.out, job.programs.accumulate)
   with trainlog.shown(job.out, config.steps) as show:
     if due(config.evaluation.every) and not _judged(log, now):
       trainlog.append(log, _judge(job, fed, state, now, _row(now)))
     while now < config.steps and not stop:
       batch = feed.batch(config, fed, now * config.accumulate + micro)
       args = state, batch, job.teacher.params, job.student.shared
-      state, micro = _first(job.out, job.programs.accumulate, *args), micro + 1
+      state, micro = accumulate(*args), micro + 1
+      accumulate = job.programs.accumulate
       if micro == config.accumulate:
         state, report = job.programs.update(state)
         now, micro = now + 1, 0
@@ -86,10 +89,8 @@ def train(job, fed, state, at, log, asked):
   return now
 
 
-def _first(out, program, *args):
-  """Call a program; tell that it is compiled if that is what takes time."""
-  if program._cache_size():
-    return program(*args)
+def _compiled(out, program, *args):
+  """Call a program for the first time; tell how long it takes to compile."""
   began = time.perf_counter()
   with terminal.waiting(out, "compiling the training step"):
     result = jax.block_until_ready(program(*args))
@@ -128,25 +129,23 @@ def _read(job, pending, lag, clock):
   Raises:
     UserError: a loss or gradient was not finite.
   """
-  new = []
+  new, tokens = [], 0
   while len(pending) > lag:
     now, report = pending.pop(0)
     told = jax.device_get(report)
     if told.failed >= 0:
       raise UserError(_failure(job, told))
     if now % job.config.log_every == 0 or now == job.config.steps:
-      spent = time.perf_counter() - clock
-      new.append(
-        _row(now)
-        | {
-          "loss": float(told.loss),
-          "alpha": float(told.alpha),
-          "gradient_norm": float(told.norm),
-          "learning_rate": float(told.rate),
-          "tokens_per_second": float(told.tokens) / spent,
-        }
+      tokens += float(told.tokens)
+      numbers = dict(
+        loss=float(told.loss),
+        alpha=float(told.alpha),
+        gradient_norm=float(told.norm),
+        learning_rate=float(told.rate),
       )
-  return new
+      new.append(_row(now) | numbers)
+  rate = tokens / (time.perf_counter() - clock)
+  return [row | {"tokens_per_second": rate} for row in new]
 
 
 def _row(now):

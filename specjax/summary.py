@@ -50,7 +50,11 @@ def rows(config, folder, logged, best, fed, costs):
       f" from; {len(fed.held_out.length):,} sequences held out",
     ),
     ("steps", f"{config.steps:,} of {size} tokens"),
-    ("loss", f"{steps[0]['loss']:.3f} to {steps[-1]['loss']:.3f}"),
+    (
+      "loss",
+      f"{steps[0]['loss']:.3f}, {config.loss[0][0]}, to"
+      f" {steps[-1]['loss']:.3f}, {config.loss[-1][0]}",
+    ),
     ("alpha", f"{change('mix/alpha', '.2f')}, held out"),
     ("agreement", f"{change('mix/agreement', '.2f')} of greedy tokens"),
     (
