@@ -140,9 +140,9 @@ def restore(manager, number, like):
   like = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), like
   )
-  with _damage(manager, number):
-    with contextlib.closing(ocp.StandardCheckpointer()) as reader:
-      held = reader.metadata(folder / "tree").item_metadata.tree
+  reader = contextlib.closing(ocp.StandardCheckpointer())
+  with _damage(manager, number), reader as open_reader:
+    held = open_reader.metadata(folder / "tree").item_metadata.tree
   _same(_shapes(held), _shapes(like), folder)
   with _damage(manager, number):
     args = ocp.args.Composite(tree=ocp.args.StandardRestore(like))
