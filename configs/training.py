@@ -43,7 +43,7 @@ def training():
   )
   # what is minimised until which share of the steps: specjax/objective.py
   c.loss = (("forward_kl", 1 / 3), ("total_variation", 1.0))
-  c.steps = 1000
+  c.steps = 1000  # of the optimiser
   c.batch_size = 8  # sequences of a micro-batch
   c.accumulate = 1  # micro-batches of a step
   c.length = 320  # tokens of a sequence; what is behind them is cut
