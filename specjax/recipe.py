@@ -153,9 +153,7 @@ def _range(config, key, least, most=None):
   if most is None:
     _least(key, value, least)
   elif not least <= value <= most:  # or NaN
-    raise UserError(
-      f"--config.{key} must be in {least:g}..{most:g}, got {value:g}"
-    )
+    raise UserError(f"--config.{key} must be in {least}..{most}, got {value}")
 
 
 def _least(key, value, least):

@@ -220,7 +220,7 @@ def _head(forward, dtype, masters, hidden):
 def _update(state, optimiser, rate, log_every):
   """A step's end: divide, clip, move; a step without a token fails, 0 / 0."""
   mean = jax.tree.map(lambda g: g / state.sums.weight, state.gradient)
-  norm, now = optax.global_norm(mean), state.sums.loss / state.sums.weight
+  norm, now = optax.tree.norm(mean), state.sums.loss / state.sums.weight
   right = jnp.isfinite(norm) & jnp.isfinite(now)
   failed = jnp.where((state.failed < 0) & ~right, state.step, state.failed)
   moves, moments = optimiser.update(mean, state.moments, state.params)

@@ -41,6 +41,7 @@ SMALL = {
   "length": 40,
   "log_every": 1,
   "draft.head": 100,
+  "optimiser.learning_rate": 1e-3,
   "data.samples": 1,
   "data.limit": 20,
   "data.max_new": 16,
@@ -115,8 +116,9 @@ def _assert_same_run(folder, whole):
   assert _rows(folder) == _rows(whole)
   steps = [row["step"] for row in _rows(folder)]
   assert steps == sorted(set(steps))
-  weights = "draft/model.safetensors"
-  assert (folder / weights).read_bytes() == (whole / weights).read_bytes()
+  (weights,) = (whole / train.DRAFT).glob("*.safetensors")
+  got = folder / weights.relative_to(whole)
+  assert got.read_bytes() == weights.read_bytes()
 
 
 def _stop_at(monkeypatch, number, *kinds):
@@ -134,7 +136,9 @@ def _stop_at(monkeypatch, number, *kinds):
 
 # of 12 micro-batches, two a step: within a step, at a step's end, at a refresh,
 # at the very first and the very last
-@pytest.mark.parametrize("number", [0, 5, 6, 11])
+@pytest.mark.parametrize(
+  "number", [6, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 5, 11))]
+)
 def test_a_stop_changes_nothing(
   small, whole, tmp_path, monkeypatch, capfd, number
 ):
@@ -151,10 +155,11 @@ def test_a_stop_changes_nothing(
   shape = _state(folder)["['gradient']['embed']"]
   assert shape.any() == (number % 2 == 0)
   assert train.run(small(), folder) == 0
-  assert ("going on" in capfd.readouterr().err) == (number > 0 or True)
+  assert "going on from step" in capfd.readouterr().err
   _assert_same_run(folder, whole)
 
 
+@pytest.mark.slow
 def test_stops_again_and_again(small, whole, tmp_path, monkeypatch):
   """Ctrl-C at every third micro-batch, by resumed runs too."""
   folder = tmp_path / "run"
@@ -177,6 +182,9 @@ def test_a_second_signal_stops_at_once(small, whole, tmp_path, monkeypatch):
   assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
   monkeypatch.undo()
   monkeypatch.chdir(ROOT)
+  # a process would be gone now; here a thread goes on to save
+  while any(folder.glob("*/*tmp*")):
+    time.sleep(0.05)
   assert checkpoint.numbers(folder / train.SAVES)[-1] <= 6
   assert train.run(small(), folder) == 0
   _assert_same_run(folder, whole)
@@ -226,14 +234,19 @@ def _events(folder):
   return found
 
 
-def test_the_best_is_the_one_with_the_largest_prediction(whole):
-  rows = {row["step"]: row for row in _rows(whole) if "mix/S_block" in row}
+def _check_best(folder):
+  """Kept is what has the largest predicted S of all evaluations."""
+  rows = {row["step"]: row for row in _rows(folder) if "mix/S_block" in row}
   best = max(rows, key=lambda n: rows[n]["mix/S_block"])
-  assert checkpoint.numbers(whole / train.BEST) == [best]
-  with checkpoint.opened(whole / train.BEST, 1) as manager:
+  assert checkpoint.numbers(folder / train.BEST) == [best]
+  with checkpoint.opened(folder / train.BEST, 1) as manager:
     told = checkpoint.meta(manager, best)
   assert told["score"] == rows[best]["mix/S_block"]
-  assert best > 0  # training has helped
+  return best
+
+
+def test_the_best_is_the_one_with_the_largest_prediction(whole):
+  _check_best(whole)
 
 
 def _command(*more):
@@ -291,6 +304,7 @@ def test_tiny_train_raises_what_is_measured(tmp_path):
   began = time.perf_counter()
   assert train.run(config, tmp_path / "run") == 0
   assert time.perf_counter() - began < 60
+  assert _check_best(tmp_path / "run") > 0
   rows = [r for r in _rows(tmp_path / "run") if "mix/E_N_block" in r]
   first, last = rows[0], rows[-1]
   assert last["mix/E_N_block_low"] > first["mix/E_N_block_high"] + 0.8
@@ -299,19 +313,13 @@ def test_tiny_train_raises_what_is_measured(tmp_path):
   target = load.model(opened, dtype="float32")
   trained = load.model(str(tmp_path / "run" / "draft"), dtype="float32")
   untrained = load.part(target, layers=(0,))
-  found = feed.collect(config, target, trainlog_quiet())
+  found = feed.collect(config, target, shards.QUIET)
   held = feed.split(config, found, print).held_out
   before, after = (_measured(target, x, held) for x in (untrained, trained))
   gain = after.mean() - before.mean()
   noise = np.sqrt((before.var() + after.var()) / len(before))
   assert gain > 0.8 and gain > 8 * noise
   assert abs(after.mean() - last["mix/E_N_block"]) < 0.35
-
-
-def trainlog_quiet():
-  from specjax import shards
-
-  return shards.QUIET
 
 
 def _measured(target, draft, held):
@@ -397,7 +405,7 @@ def test_one_prompt_cannot_be_split(tmp_path, small):
     ({"evaluation.every": 0}, "evaluation.every must be at least 1"),
     ({"checkpoint.keep": 0}, "checkpoint.keep must be at least 1"),
     ({"draft.num_tokens": 0}, "draft.num_tokens must be at least 1"),
-    ({"seed": -1}, "seed must be in 0..4.29497e+09"),
+    ({"seed": -1}, "seed must be in 0..4294967295"),
     ({"dtype": "floot32"}, "did you mean float32"),
     ({"data.source": "prompt"}, "did you mean prompts"),
     ({"data.path": ""}, "type --config.data.path=FILE.jsonl of prompts"),
@@ -504,8 +512,7 @@ def test_drafted_rows_that_are_gone(small, tmp_path, monkeypatch):
 def test_a_loss_that_is_not_finite(tmp_path, small):
   """The step is named, and what was saved before it is finite."""
   told = _bad(tmp_path, small, optimiser__learning_rate=1e6, dtype="float32")
-  if "came out wrong" not in told:
-    raise AssertionError(told)
+  assert "came out wrong: its loss is" in told
   assert "lower --config.optimiser.learning_rate" in told
   for x in _state(tmp_path / "run").values():
     assert np.isfinite(x).all()
