@@ -25,6 +25,7 @@ from specjax import (
   metrics,
   recipe,
   request,
+  shards,
   train,
   trainlog,
   trajectories,
