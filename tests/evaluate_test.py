@@ -48,7 +48,7 @@ def _sampling(temperature=1.0, top_p=1.0):
 
 K, LENGTH = 3, 40
 COSTS = costs.given(_asked(), K)
-OPTIONS = dict(batch=4, length=LENGTH, num_draft=K, costs=COSTS, chunk=7)
+OPTIONS = dict(batch=5, length=LENGTH, num_draft=K, costs=COSTS, chunk=7)
 
 
 # A toy pair, and all by its definition
