@@ -10,6 +10,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from specjax import student as students
 from specjax import timing, types
 from specjax.drafters import lm
 from specjax.errors import UserError
@@ -101,7 +102,7 @@ def measured(
   """
   dtype = teacher.params["embed"].dtype
   target = _stored(teacher.loaded, teacher.params, dtype)
-  merged = {**student.shared, **params}
+  merged = students.merged(student.shared, params)
   model, own = _stored(student.config, merged, dtype)
   drafter = lm.make(model, target[0].vocab_size, ids=student.ids)
   room = min(slots, target[0].context, model.context)

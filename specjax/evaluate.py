@@ -20,6 +20,7 @@ import numpy as np
 
 from specjax import forced, losses, objective, predict, trajectories
 from specjax import sampling as laws
+from specjax import student as students
 
 RULES = ("token", "block")
 
@@ -88,7 +89,7 @@ def evaluate(
     UserError: no row has an answer there.
   """
   held_out = trajectories.fit(held_out, length, lambda line: None)
-  merged = {**student.shared, **params}
+  merged = students.merged(student.shared, params)
   rows = np.arange(len(held_out.length))
   parts = []
   for start in track(range(0, len(rows), batch)):

@@ -96,8 +96,7 @@ def total(schedule, fraction, teacher, student, weights, labels=None, **how):
 
   Args:
     schedule, fraction: of `phase`.
-    teacher: [B, T, D] hidden states; constants.
-    student: [B, T, Dq] hidden states.
+    teacher, student: [B, T, D], [B, T, Dq] hidden states; the first constants.
     weights: [B, T], of the label of each position; where they are 0 hidden
       states may hold NaN.
     labels: [B, T] the token that follows each position; needed by
@@ -223,9 +222,8 @@ def _by_positions(
   how = _deployment(**deployment)
   xs = lax.stop_gradient(teacher), student, weights
   xs = tuple(_split(x, chunk) for x in xs)
-  one = [x[0] for x in xs]
-  teacher_head, fixed = jax.closure_convert(teacher_unembed, one[0])
-  student_head, heads = jax.closure_convert(student_unembed, one[1])
+  teacher_head, fixed = jax.closure_convert(teacher_unembed, xs[0][0])
+  student_head, heads = jax.closure_convert(student_unembed, xs[1][0])
   fixed = fixed, how  # traced temperatures too: a custom_vjp closes over none
 
   def sums(heads, student, fixed, teacher, weights):

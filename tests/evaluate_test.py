@@ -10,6 +10,7 @@ import pytest
 import toy
 from lm_test import IDS, _model
 
+from configs import tiny
 from specjax import (
   costs,
   evaluate,
@@ -22,6 +23,7 @@ from specjax import (
   trajectories,
   types,
 )
+from specjax import student as students
 from specjax.errors import UserError
 from specjax.models import load
 
@@ -48,7 +50,7 @@ def _sampling(temperature=1.0, top_p=1.0):
 
 K, LENGTH = 3, 40
 COSTS = costs.given(_asked(), K)
-OPTIONS = dict(batch=4, length=LENGTH, num_draft=K, costs=COSTS, chunk=7)
+OPTIONS = dict(batch=5, length=LENGTH, num_draft=K, costs=COSTS, chunk=7)
 
 
 # A toy pair, and all by its definition
@@ -385,3 +387,52 @@ def test_bad_costs(options, words):
   with pytest.raises(UserError, match=words) as e:
     costs.given(_asked(**options), 4)
   assert "\n" not in str(e.value)
+
+
+def test_measured_costs(monkeypatch):
+  """Timed as decoding has both: a head of its own on a CPU, blocks of columns.
+
+  The draft is tied and shares the target's embedding. No clock is looked at.
+  """
+  config = tiny.get_config()
+  teacher = load.whole(load.model(load.random(config.architecture)))
+  config.draft = dict(
+    name="lm",
+    weights="",
+    layers=(0, -1),
+    architecture={},
+    embedding="shared",
+    head=0,
+  )
+  draft = students.make(config, teacher)
+  seen, measure = {}, costs.timing.measure
+
+  def watched(target, params, drafts, **options):
+    seen.update(params=params, own=drafts[""].params, **options)
+    return measure(target, params, drafts, **options)
+
+  monkeypatch.setattr(costs.timing, "measure", watched)
+  found = costs.measured(
+    draft,
+    draft.params,
+    teacher,
+    num_draft=2,
+    slots=128,
+    context=20,
+    sampling=dict(temperature=0.7),
+    turns=1,
+  )
+  assert list(found.round) == [1, 2] and list(found.target) == [1, 2, 3]
+  assert found.batch == 1 and not found.modelled
+  for cost in (found.plain, found.draft, *found.round.values()):
+    assert 0 < cost.median < 100
+  assert seen["slots"] == 128 and seen["sampling"] == dict(temperature=0.7)
+  for params in (seen["params"], seen["own"]):
+    assert params["head"].shape == (6, 64, 64)  # 384 logits in blocks of 64
+    kernel = params["layer_1"]["gate_up"]["kernel"]
+    assert kernel.shape == (6, 64, 64) and kernel.dtype == np.float32
+  c, v, o = timing.units(found, 2)  # they reach from 0 to K
+  assert np.isfinite([c, *v, *o]).all()
+  with pytest.raises(UserError, match="round of K = 3 does not fit 4 tokens"):
+    how = dict(num_draft=3, slots=4, context=1, sampling={})
+    costs.measured(draft, draft.params, teacher, **how)

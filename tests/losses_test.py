@@ -874,13 +874,14 @@ def test_total_of_mixed_rows(name, ids):
   asked, at = sampling(1.3, top_p=0.8), np.array(ids or range(V))
   with jax.enable_x64(True):
 
-    def loss(student):
+    def loss(student, mix, asked):  # both traced, as in a training step
       batch = (hidden[0], None), (heads[0], None), weights, None
-      how = dict(temperature=MIX, sampling=asked, ids=ids, chunk=2)
+      how = dict(temperature=mix, sampling=asked, ids=ids, chunk=2)
       sums = _total(name, heads[1], student, batch, **how)
       return sums.loss, sums
 
-    gradient, sums = jax.grad(loss, has_aux=True)(jnp.asarray(hidden[1]))
+    gradient = jax.jit(jax.grad(loss, has_aux=True))
+    gradient, sums = gradient(hidden[1], MIX, asked)
   value = alpha = 0
   for b, t in np.ndindex(4, 5):
     T = (0.0, np.float32(0.7), 1.0, 1.3)[b]
@@ -1035,6 +1036,32 @@ def test_a_switch_compiles_nothing_and_computes_one_loss():
   assert len(traced) == 1
   text = step.lower(heads[1], jnp.float32(0)).compile().as_text()
   assert re.search(r"\bconditional\(", text)  # not a select of both
+
+
+def test_a_switch_takes_traced_temperatures():
+  """A schedule of two losses, rows' temperatures an argument of the step."""
+  hidden, heads, weights, _ = _batch(dtype=np.float32)
+
+  @jax.jit
+  def step(head, fraction, temperature):
+    how = dict(
+      teacher_unembed=lambda x: x @ heads[0], temperature=temperature, chunk=4
+    )
+
+    def loss(head):
+      unembed = lambda x: x @ head
+      args = KL_THEN_TV, fraction, *hidden, weights
+      return objective.total(*args, student_unembed=unembed, **how).loss
+
+    return jax.value_and_grad(loss)(head)
+
+  mix, batch = MIX[[0, 1, 3]], (hidden, heads, weights, None)
+  for fraction, name in ((0.1, "forward_kl"), (0.9, "total_variation")):
+    of = lambda head: _total(name, head, hidden[1], batch, temperature=mix)[0]  # noqa: B023
+    want = jax.value_and_grad(of)(heads[1])
+    got = step(heads[1], np.float32(fraction), mix)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
+    jax.tree.map(close, got, want)
 
 
 @pytest.mark.parametrize(
