@@ -6,6 +6,7 @@ are kept in the run's folder, since a run that is resumed no longer has these
 parameters.
 """
 
+import hashlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,6 +69,14 @@ def split(config, found, note):
   most = config.evaluation.rows
   order = np.random.default_rng([config.seed, 2]).permutation(len(held.length))
   return Feed(train, trajectories.take(held, np.sort(order[:most])), None)
+
+
+def digest(feed):
+  """Return a hash of what is trained on and of what is held out."""
+  found = hashlib.sha256()
+  for x in (*feed.train, *feed.held_out):
+    found.update(f"{x.dtype} {x.shape}".encode() + x.tobytes())
+  return found.hexdigest()
 
 
 def batch(config, feed, number):

@@ -15,6 +15,12 @@ _FREE = ("log_every", "checkpoint.every", "checkpoint.keep", "data.cache")
 
 def check(config):
   """Raise UserError, naming the key, for a value outside its range."""
+  lacking = [key for key in ("data", "loss", "optimiser") if key not in config]
+  if lacking:
+    raise UserError(
+      f"this config is none for training: it has no {lacking[0]!r}; take"
+      " configs/tiny_train.py, or one that begins as configs/training.py"
+    )
   _check_data(config.data, config.batch_size)
   _one_of("dtype", config.dtype, DTYPES)
   student.check(config.draft)

@@ -37,6 +37,7 @@ class Job(NamedTuple):
   out: Any  # a rich console
   teacher: load.Model  # matrices whole
   student: student.Student  # its params are only shapes
+  digest: str  # of `feed.digest`
   costs: timing.Costs
   programs: step.Steps
   saves: Any  # of `checkpoint.opened`, as is
@@ -196,5 +197,5 @@ def _judge(job, fed, state, now, row):
 def save(job, state, number):
   """Begin a checkpoint; its number counts micro-batches."""
   ids = job.student.ids
-  told = {"ids": None if ids is None else list(ids)}
+  told = {"ids": None if ids is None else list(ids), "data": job.digest}
   checkpoint.save(job.saves, number, state, told)

@@ -69,12 +69,9 @@ def run(config, workdir):
     trainlog.begin(folder, recipe.plain(config))
     saves = enter(checkpoint.opened(folder / SAVES, config.checkpoint.keep))
     best = enter(checkpoint.opened(folder / BEST, 1))
-    number = checkpoint.latest(saves)
-    ids = None if number is None else checkpoint.meta(saves, number)["ids"]
+    ids = _ids(saves, feed.digest(fed))
     bar = terminal.track(out, "reading the draft's weights")
-    draft = student.make(
-      config, teacher, fed.train, ids=ids and tuple(ids), track=bar
-    )
+    draft = student.make(config, teacher, fed.train, ids=ids, track=bar)
     optimiser = step.optimiser(config.optimiser, config.steps)
     job = session.Job(
       config,
@@ -82,6 +79,7 @@ def run(config, workdir):
       out,
       teacher,
       draft._replace(params=jax.eval_shape(lambda x: x, draft.params)),
+      feed.digest(fed),
       _costs(config, folder, draft, teacher, out),
       _programs(config, teacher, draft, optimiser, dtype),
       saves,
@@ -116,6 +114,25 @@ def _state(job, params, optimiser):
   session.save(job, state, 0)
   checkpoint.wait(job.saves)
   return state
+
+
+def _ids(saves, digest):
+  """The vocabulary map of the newest checkpoint, None: none, or no checkpoint.
+
+  Raises:
+    UserError: its data is not what there is now (B18).
+  """
+  number = checkpoint.latest(saves)
+  if number is None:
+    return None
+  kept = checkpoint.meta(saves, number)
+  if kept["data"] != digest:
+    raise UserError(
+      f"the data is not what the run in {saves.directory.parent} was trained on:"
+      " a file of prompts or texts, or the target, has changed; name a new"
+      " --workdir, or put it back"
+    )
+  return kept["ids"] and tuple(kept["ids"])
 
 
 def _check_folder(folder, config):

@@ -434,6 +434,11 @@ def test_impossible_value(changes, why):
     recipe.check(config)
 
 
+def test_a_config_for_decoding():
+  with pytest.raises(UserError, match="none for training: it has no 'data'"):
+    recipe.check(tiny_train.get_config("decode"))
+
+
 def test_random_needs_an_architecture():
   config = tiny_train.get_config()
   del config.architecture
@@ -497,6 +502,21 @@ def test_a_checkpoint_of_another_shape(copy, tmp_path, small):
   (copy / "config.json").write_text(json.dumps(config))
   told = _bad(tmp_path, small, **changed)
   assert "it has nothing as 'gradient/layer_1/attn_norm/scale'" in told
+
+
+def test_other_data(tmp_path, small, monkeypatch):
+  """A file of texts that has changed since is no way to go on (B18)."""
+  words = [f"text number {n} is short" for n in range(20)]
+  given = _given(tmp_path, *({"text": word} for word in words))
+  more = dict(data__from_draft=0.0, sampling__temperature=0.05, **given)
+  _stop_at(monkeypatch, 1, signal.SIGTERM)
+  assert train.run(small(**more), tmp_path / "run") == 143
+  monkeypatch.undo()
+  monkeypatch.chdir(ROOT)
+  _given(tmp_path, *({"text": word} for word in words[1:]))
+  assert "the data is not what the run" in _bad(tmp_path, small, **more)
+  _given(tmp_path, *({"text": word} for word in words))
+  assert train.run(small(**more), tmp_path / "run") == 0
 
 
 def test_drafted_rows_that_are_gone(small, tmp_path, monkeypatch):
