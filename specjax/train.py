@@ -81,7 +81,7 @@ def run(config, workdir):
       draft._replace(params=jax.eval_shape(lambda x: x, draft.params)),
       feed.digest(fed),
       _costs(config, folder, draft, teacher, out),
-      _programs(config, teacher, draft, optimiser, dtype),
+      programs(config, teacher, draft, optimiser, dtype),
       saves,
       best,
     )
@@ -128,7 +128,7 @@ def _ids(saves, digest):
   kept = checkpoint.meta(saves, number)
   if kept["data"] != digest:
     raise UserError(
-      f"the data is not what the run in {saves.directory.parent} was trained on:"
+      f"the data is not what the run in {saves.directory.parent} began with:"
       " a file of prompts or texts, or the target, has changed; name a new"
       " --workdir, or put it back"
     )
@@ -154,8 +154,13 @@ def _check_folder(folder, config):
     )
 
 
-def _programs(config, teacher, draft, optimiser, dtype):
-  """The `step.Steps` of a run."""
+def programs(config, teacher, draft, optimiser, dtype):
+  """Return the `step.Steps` of a run.
+
+  Args:
+    teacher: a `load.Model`; draft: a `Student`.
+    optimiser: of `step.optimiser`; dtype: what the draft computes in.
+  """
   own, most = config.optimiser, config.steps
   warmup = round(own.warmup * most)
   return step.make(
