@@ -53,8 +53,8 @@ def main(argv):
   del argv
   config, out = _CONFIG.value, terminal.console()
   dtype = runtime.setup(config.dtype)
-  opened = terminal.open_target(out, config)
-  teacher = load.whole(load.model(opened, dtype=dtype))
+  model = load.model(terminal.open_target(out, config), dtype=dtype)
+  teacher = load.whole(model)
   batch, found = _batch(config, teacher.config.vocab_size)
   draft = student.make(config, teacher, found)
   optimiser = step.optimiser(config.optimiser, config.steps)
@@ -71,14 +71,11 @@ def main(argv):
   P, Q = _multiplied(teacher.config), _multiplied(draft.config)
   rate = config.batch_size * config.length / spent["step"]
   peak = 2 * _SIDE**3 / spent["product"]
-  flops, size = (2 * P + 6 * Q) * rate, f"{config.batch_size} x {config.length}"
+  flops = (2 * P + 6 * Q) * rate
   print(f"target {P / 1e6:.1f} M, draft {Q / 1e6:.2f} M that multiply")
-  print(
-    f"{rate:,.0f} tokens/s, {size}; peak {memory.human(memory.peak() or 0)}"
-  )
+  print(f"{rate:,.0f} tokens/s, peak {memory.human(memory.peak() or 0)}")
   print(f"{flops / 1e9:,.1f} of {peak / 1e9:,.1f} GFLOP/s: {flops / peak:.2f}")
-  device = runtime.device()
-  print(f"{device['name']}, {device['cores']} cores, {dtype}")
+  print(f"{runtime.device()['name']}, {dtype}, {config.batch_size} rows")
 
 
 if __name__ == "__main__":

@@ -302,9 +302,9 @@ def test_tiny_train_raises_what_is_measured(tmp_path):
   """
   config = tiny_train.get_config()
   config.data.cache = str(tmp_path / "cache")
-  began = time.perf_counter()
+  began = time.process_time()  # of both cores: others may use them too
   assert train.run(config, tmp_path / "run") == 0
-  assert time.perf_counter() - began < 60
+  assert time.process_time() - began < 60
   assert _check_best(tmp_path / "run") > 0
   rows = [r for r in _rows(tmp_path / "run") if "mix/E_N_block" in r]
   first, last = rows[0], rows[-1]
