@@ -2,10 +2,10 @@ r"""How fast a step of training is, as a share of the matrix products' rate.
 
   python -m benchmarks.training --config=configs/tiny_train.py
 
-Model FLOP utilisation = (2 P + 6 Q) tokens/s / (FLOP/s of a large square
-product at the run's precision), P and Q the numbers of target and draft that
-multiply something, heads included. Texts are made up, every position is
-supervised; a micro-batch and its step are timed. Run it on an idle machine.
+Utilisation = (2 P + 6 Q) tokens/s / (FLOP/s of a large square product at the
+run's precision), P and Q the numbers of target and draft that multiply, heads
+included. Texts are made up, every position is supervised; a micro-batch and its
+step are timed. Run it on an idle machine.
 """
 
 import statistics
@@ -70,8 +70,7 @@ def main(argv):
   spent = {name: statistics.median(each) for name, each in times.items()}
   P, Q = _multiplied(teacher.config), _multiplied(draft.config)
   rate = config.batch_size * config.length / spent["step"]
-  peak = 2 * _SIDE**3 / spent["product"]
-  flops = (2 * P + 6 * Q) * rate
+  flops, peak = (2 * P + 6 * Q) * rate, 2 * _SIDE**3 / spent["product"]
   print(f"target {P / 1e6:.1f} M, draft {Q / 1e6:.2f} M that multiply")
   print(f"{rate:,.0f} tokens/s, peak {memory.human(memory.peak() or 0)}")
   print(f"{flops / 1e9:,.1f} of {peak / 1e9:,.1f} GFLOP/s: {flops / peak:.2f}")
