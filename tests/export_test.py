@@ -279,6 +279,7 @@ def test_what_is_written(tmp_path):
   assert _files(folder).keys() == names
   assert {p.name for p in folder.parent.iterdir()} == {"draft", "both"}
   assert folder.stat().st_mode == folder.parent.stat().st_mode
+  assert len({p.stat().st_mode for p in folder.iterdir()}) == 1  # all readable
 
 
 def test_an_earlier_export_is_replaced(tmp_path):
@@ -619,7 +620,8 @@ def test_in_transformers(tmp_path):
   for kind in ("tied", "untied"):
     draft = _student(kind)
     folder = _save(tmp_path / kind, draft, trained.teacher(kind))
-    model = auto.from_pretrained(folder, torch_dtype=torch.float32)
+    model = auto.from_pretrained(folder)
+    assert model.dtype == torch.float32
     with torch.no_grad():
       got = model(tokens).logits.numpy()
     gap = np.abs(got - trained.said(draft)).max()
@@ -630,7 +632,7 @@ def test_in_transformers(tmp_path):
       trained.make(trained.teacher(kind), layers=(0, 1, 2)),
       trained.teacher(kind),
     )
-    target = auto.from_pretrained(target, torch_dtype=torch.float32)
+    target = auto.from_pretrained(target)
     how = dict(max_new_tokens=20, do_sample=False, pad_token_id=0)
     plain = target.generate(tokens[:1], **how)
     assisted = target.generate(tokens[:1], assistant_model=model, **how)
@@ -639,6 +641,8 @@ def test_in_transformers(tmp_path):
     text = "Hello  wörld"
     ours = trained.teacher(kind).tokenizer
     assert names(text)["input_ids"] == tokenizer.encode(ours, text)
+  narrow = _save(tmp_path / "narrow", _student(), dtype="bfloat16")
+  assert auto.from_pretrained(narrow).dtype == torch.bfloat16
   for name in ("shared", "trimmed", "both"):
     folder = _save(tmp_path / name, _student("tied", name))
     for kind in (auto, transformers.LlamaForCausalLM):
