@@ -35,11 +35,12 @@ def training(rows, schedule, steps):
   _line(worth, rows, "mix/S_block", "S, best k, block", "s--", "tab:green")
   worth.axhline(1, color="0.6", linewidth=0.8, zorder=0)
   worth.set_title("Predicted of held-out texts")
-  for one in axes:
+  places = "upper right", "lower right", "center right"
+  for one, place in zip(axes, places, strict=True):
     _phases(one, schedule, steps)
     one.set_xlabel("step")
     one.set_xlim(0, steps)
-    one.legend(fontsize="small", frameon=False)
+    one.legend(fontsize="small", frameon=False, loc=place)
   buffer = io.BytesIO()
   figure.savefig(buffer, format="png", dpi=150)
   plt.close(figure)

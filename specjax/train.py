@@ -248,11 +248,13 @@ def _finish(job, fed, log):
     teacher=job.teacher,
     reference=config.target,
     card={
-      "step": told["step"],
-      "steps": config.steps,
-      "config": recipe.plain(config),
-      "held out": told["scalars"],
-      "versions": runtime.versions(),
+      "Training": {
+        "step": f"{told['step']} of {config.steps}, the best by predicted S",
+        "command": shlex.join(sys.orig_argv),
+      },
+      "Held-out texts": told["scalars"],
+      "Config": recipe.plain(config),
+      "Versions": runtime.versions(),
     },
   )
   rows = summary.rows(

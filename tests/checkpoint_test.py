@@ -191,6 +191,14 @@ def _cut(folder):
     path.write_bytes(path.read_bytes()[:-20])
 
 
+def _flip(folder):
+  """One bit of the largest array."""
+  path = max(folder.rglob("d/*"), key=lambda path: path.stat().st_size)
+  data = bytearray(path.read_bytes())
+  data[len(data) // 2] ^= 1
+  path.write_bytes(data)
+
+
 def _no_data(folder):
   for path in folder.rglob("d"):
     shutil.rmtree(path)
@@ -209,7 +217,7 @@ def _bad_meta(folder):
 
 
 @pytest.mark.parametrize(
-  "damage", [_cut, _no_data, _no_tree, _no_meta, _bad_meta]
+  "damage", [_cut, _flip, _no_data, _no_tree, _no_meta, _bad_meta]
 )
 @pytest.mark.parametrize("numbers, then", [((1, 2), "from 1"), ((2,), "anew")])
 def test_a_damaged_one_is_named(tmp_path, damage, numbers, then):
