@@ -65,7 +65,8 @@ def train(job, fed, state, at, log, asked):
       batch = feed.batch(config, fed, now * config.accumulate + micro)
       args = state, batch, job.teacher.params, job.student.shared
       state, micro = accumulate(*args), micro + 1
-      accumulate = job.programs.accumulate
+      if accumulate is not job.programs.accumulate:
+        accumulate, clock = job.programs.accumulate, time.perf_counter()
       if micro == config.accumulate:
         state, report = job.programs.update(state)
         now, micro = now + 1, 0

@@ -20,6 +20,7 @@ import pytest
 from configs import tiny_train
 from specjax import (
   checkpoint,
+  costs,
   feed,
   generate,
   metrics,
@@ -552,3 +553,9 @@ def test_a_full_disk(tmp_path, small):
   assert "No space left on device" in told and "free space there" in told
   assert checkpoint.numbers(folder / train.SAVES) == [0]
   assert _state(folder)["['step']"] == 0
+
+
+def test_measured_costs_are_kept_with_the_run():
+  """What best means must not drift when a run goes on."""
+  given = costs.given(tiny_train.get_config().costs, 4)
+  assert train._costs_of(json.loads(json.dumps(given._asdict()))) == given
