@@ -274,12 +274,12 @@ def test_fresh_beside_a_shared_embedding():
 
 
 def test_another_width():
-  architecture = dict(hidden_size=16, num_attention_heads=2)
+  architecture = dict(hidden_size=48)  # 4 heads of 12, the target's are of 8
   draft = make(teacher(), architecture=architecture, head=20)
-  assert draft.config.width == 16 and draft.config.head_dim == 8
-  assert draft.params["embed"].shape == (V, 16)
-  assert draft.params["head"].shape == (16, 20)
-  with pytest.raises(UserError, match="300 and 32; the draft's are 300 and 16"):
+  assert draft.config.width == 48 and draft.config.head_dim == 12
+  assert draft.params["embed"].shape == (V, 48)
+  assert draft.params["head"].shape == (48, 20)
+  with pytest.raises(UserError, match="300 and 32; the draft's are 300 and 48"):
     make(teacher(), architecture=architecture, embedding="shared")
 
 
