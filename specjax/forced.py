@@ -150,18 +150,31 @@ def _chunk(
   hidden, _, draft_cache = draft.apply(
     draft_params, known, where, state.draft_cache
   )
-  logits = draft.unembed(draft_params, hidden)[..., : target.vocab_size]
+  logits = draft.unembed(draft_params, hidden)
+  found = [judged(p, logits, following, own, ids) for own in samplings]
+  return _State(cache, draft_cache, history), (log_p, found)
+
+
+def judged(p, logits, following, own, ids=None):
+  """What p makes of a draft at each position.
+
+  Args:
+    p: [B, T, V] the target's laws.
+    logits: [B, T, Vq] the draft's; following: [B, T] the text's next tokens.
+    own: the draft's `Sampling`, fields [B].
+    ids: [Vq] the token of each of the draft's logits, None: 0, 1, 2, ...
+
+  Returns:
+    log q of those tokens and alpha = sum min(p, q), [B, T].
+  """
+  logits = logits[..., : p.shape[-1]]
   q_ids = jnp.arange(logits.shape[-1]) if ids is None else ids
   its_p = p[..., : logits.shape[-1]] if ids is None else p[..., ids]
-  is_next = q_ids == following[..., None]  # [B, width, Vq]
-  law = jax.vmap(jax.vmap(sampling.probabilities, (0, None)))
-  found = []
-  for own in samplings:
-    q = law(logits, own)
-    q = jnp.where(q > 0, q, 0)  # where q is not finite nothing is accepted
-    log_q = jnp.log(jnp.where(is_next, q, 0).sum(-1))
-    found.append((log_q, jnp.minimum(its_p, q).sum(-1)))
-  return _State(cache, draft_cache, history), (log_p, found)
+  q = jax.vmap(jax.vmap(sampling.probabilities, (0, None)))(logits, own)
+  q = jnp.where(q > 0, q, 0)  # where q is not finite nothing is accepted
+  is_next = q_ids == following[..., None]  # [B, T, Vq]
+  log_q = jnp.log(jnp.where(is_next, q, 0).sum(-1))
+  return log_q, jnp.minimum(its_p, q).sum(-1)
 
 
 def _laws(logits, ask, history, following, real):

@@ -40,8 +40,8 @@ def laws(teacher, student, *, sampling=PLAIN, draft_temperature=None, ids=None):
   Args:
     teacher: [..., V] logits; constants.
     student: [..., Vq] logits.
-    sampling: `Sampling` of scalars, for all positions.
-    draft_temperature: the target's if None, and 1 if that is 0 (greedy).
+    sampling: `Sampling` whose fields broadcast to the positions [...].
+    draft_temperature: [...] too. None: the target's; 1 where it is 0 (greedy).
     ids: a tuple or NumPy array, the token of each of the draft's logits.
 
   Returns:
@@ -55,12 +55,14 @@ def laws(teacher, student, *, sampling=PLAIN, draft_temperature=None, ids=None):
   V = teacher.shape[-1]
   student = student[..., :V] if ids is None else student
   ids = _checked(ids, V, student.shape[-1])
-  law = lambda logits: probabilities(logits, sampling)
-  p = jnp.vectorize(law, signature="(v)->(v)")(lax.stop_gradient(teacher))
+  law = lambda logits, *fields: probabilities(logits, Sampling(*fields))
+  law = jnp.vectorize(law, signature="(v),(),(),(),()->(v)")
+  p = law(lax.stop_gradient(teacher), *sampling[:4])
   p = p[..., : len(ids)] if (ids == np.arange(len(ids))).all() else p[..., ids]
   T = sampling.temperature if draft_temperature is None else draft_temperature
   z = student.astype(jnp.promote_types(student.dtype, jnp.float32))
-  return p, jax.nn.log_softmax(z / jnp.where(T > 0, T, 1).astype(z.dtype))
+  T = jnp.where(jnp.asarray(T) > 0, T, 1)[..., None].astype(z.dtype)
+  return p, jax.nn.log_softmax(z / T)
 
 
 def _checked(ids, V, Vq):

@@ -96,8 +96,7 @@ def total(schedule, fraction, teacher, student, weights, labels=None, **how):
 
   Args:
     schedule, fraction: of `phase`.
-    teacher: [B, T, D] hidden states; constants.
-    student: [B, T, Dq] hidden states.
+    teacher, student: [B, T, D], [B, T, Dq] hidden states; the first constants.
     weights: [B, T], of the label of each position; where they are 0 hidden
       states may hold NaN.
     labels: [B, T] the token that follows each position; needed by
@@ -152,28 +151,55 @@ def positions(
     teacher_unembed, student_unembed: hidden states -> logits. A head that is
       cast to bfloat16 inside gets its gradient summed in float32.
     chunk: how many positions of each row are unembedded at a time.
+    temperature: [B] that each row's text was sampled at: 0 is greedy; where it
+      is NaN (given text), and if None, the sampling's.
     ids: and the other keywords: of `losses.laws`.
 
   Returns:
     `Positions`.
   """
+  how = _deployment(**deployment)
 
-  @jax.checkpoint
-  def values(xs):
-    teacher, student, weights, labels = xs
-    p, log_q = losses.laws(
-      teacher_unembed(_there(teacher, weights)),
-      student_unembed(_there(student, weights)),
-      ids=ids,
-      **deployment,
-    )
+  def values(teacher, student, labels):
+    p, log_q = losses.laws(teacher, student, ids=ids, **how)
     alpha = losses.acceptance.equation(p, log_q)
     return Positions(alpha, losses.log_ratio(p, log_q, labels, ids=ids))
+
+  heads = teacher_unembed, student_unembed
+  args = teacher, student, weights, labels
+  return chunked(values, heads, *args, chunk=chunk)
+
+
+def chunked(values, heads, teacher, student, weights, labels, *, chunk):
+  """What `values` makes of the logits, `chunk` positions of each row at a time.
+
+  Args:
+    values: (teacher's logits [B, chunk, V], student's [B, chunk, Vq], labels
+      [B, chunk]) -> a tree of [B, chunk].
+    heads: the two unembeds; and the other arguments: see `positions`.
+
+  Returns:
+    The tree of [B, T].
+  """
+
+  @jax.checkpoint
+  def at(xs):
+    *states, weights, labels = xs
+    of = lambda head, x: head(_there(x, weights))
+    return values(*map(of, heads, states), labels)
 
   xs = lax.stop_gradient(teacher), student, weights, labels
   chunks = jax.tree.map(functools.partial(_split, chunk=chunk), xs)
   join = functools.partial(_join, T=weights.shape[1])
-  return jax.tree.map(join, lax.map(values, chunks))
+  return jax.tree.map(join, lax.map(at, chunks))
+
+
+def _deployment(*, sampling=losses.PLAIN, temperature=None, **rest):
+  """Keywords of `losses.laws` for [B, T] positions."""
+  if temperature is not None:
+    own = jnp.where(jnp.isnan(temperature), sampling.temperature, temperature)
+    sampling = sampling._replace(temperature=own[:, None])
+  return {"sampling": sampling, **rest}
 
 
 def _by_positions(
@@ -185,6 +211,7 @@ def _by_positions(
   teacher_unembed,
   student_unembed,
   chunk=32,
+  ids=None,
   **deployment,
 ):
   """`Sums` of an equation.
@@ -192,17 +219,20 @@ def _by_positions(
   A sum's gradient is known up to a factor as soon as the sum is: each chunk's
   is taken while its logits are there, which saves making them again.
   """
+  how = _deployment(**deployment)
   xs = lax.stop_gradient(teacher), student, weights
   xs = tuple(_split(x, chunk) for x in xs)
-  one = [x[0] for x in xs]
-  teacher_head, fixed = jax.closure_convert(teacher_unembed, one[0])
-  student_head, heads = jax.closure_convert(student_unembed, one[1])
+  teacher_head, fixed = jax.closure_convert(teacher_unembed, xs[0][0])
+  student_head, heads = jax.closure_convert(student_unembed, xs[1][0])
+  fixed = fixed, how  # traced temperatures too: a custom_vjp closes over none
 
   def sums(heads, student, fixed, teacher, weights):
+    fixed, how = fixed
     p, log_q = losses.laws(
       teacher_head(_there(teacher, weights), *fixed),
       student_head(_there(student, weights), *heads),
-      **deployment,
+      ids=ids,
+      **how,
     )
     loss = losses.weighted(equation(p, log_q), weights)
     alpha = losses.weighted(losses.acceptance.equation(p, log_q), weights)

@@ -47,7 +47,7 @@ def opened(config, target, open_model=models.opened):
 
   Args:
     target: a `load.Opened`.
-    open_model: what makes a weight reference a `load.Opened`.
+    open_model: (weight reference, draft=True) -> its `load.Opened`.
 
   Raises:
     UserError: the reference, or that the two do not fit each other: other
@@ -56,11 +56,12 @@ def opened(config, target, open_model=models.opened):
   asked = config.draft
   own, layers, ids, architecture = None, (), None, None
   if asked.weights:
-    own = open_model(asked.weights)
-    _same_tokens(target.tokenizer, own.tokenizer)
+    own = open_model(asked.weights, draft=True)
+    same_tokens(target.tokenizer, own.tokenizer)
     architecture = own.config
+    ids = _exported(asked, own, target.config)
   elif asked.layers:
-    layers = _layers(asked.layers, target.config.layers)
+    layers = named_layers(asked.layers, target.config.layers)
     architecture = dataclasses.replace(target.config, layers=len(layers))
   if asked.head:
     known = min(target.config.vocab_size, architecture.vocab_size)
@@ -81,7 +82,42 @@ def opened(config, target, open_model=models.opened):
   )
 
 
-def _same_tokens(target, draft):
+def _exported(asked, own, target):
+  """The ids of a draft of ours, None if all, once it fits its target."""
+  if not own.lacks:
+    return None
+  check_shared(own, target, asked.weights)
+  ids = own.lacks.ids
+  if ids is not None and asked.head:
+    raise UserError(
+      f"--config.draft.head={asked.head}: the head of {asked.weights} was"
+      f" trained for its own {len(ids):,} ids; leave draft.head away"
+    )
+  if ids is not None and max(ids) >= target.vocab_size:
+    raise UserError(
+      f"{asked.weights} drafts id {max(ids)}, the target's vocabulary has"
+      f" {target.vocab_size}; choose other draft.weights"
+    )
+  return ids
+
+
+def check_shared(own, target, where):
+  """Raise UserError unless a target's embedding has the shape of a draft's.
+
+  Args:
+    own: the draft's `load.Opened`; target: the `transformer.Config`.
+  """
+  if own.lacks and own.lacks.embedding == "shared":
+    sizes = [(x.vocab_size, x.width) for x in (own.config, target)]
+    if sizes[0] != sizes[1]:
+      raise UserError(
+        f"{where} shares an embedding of {sizes[0][0]} ids and width"
+        f" {sizes[0][1]}, the target's has {sizes[1][0]} and {sizes[1][1]}; it"
+        f" was trained for {own.lacks.reference}"
+      )
+
+
+def same_tokens(target, draft):
   """Raise UserError unless every id is the same token in both tokenizers.
 
   How many logits the models have may differ: vocabularies are padded.
@@ -109,7 +145,7 @@ def _by_id(tok):
   return {i: token for token, i in vocab.items()}
 
 
-def _layers(asked, depth):
+def named_layers(asked, depth):
   """Layer numbers from 0; negative ones count from the end."""
   if not all(-depth <= i < depth for i in asked):
     text = ",".join(map(str, asked))
@@ -158,10 +194,12 @@ def load(draft, target, *, dtype, track=lambda paths: paths):
     return Pair(replay.make(vocab_size), params, draft)
   model = target
   if draft.own:
-    model = models.model(draft.own, dtype=dtype, track=track)
-  if draft.layers or draft.ids:
+    model = models.model(draft.own, dtype=dtype, track=track, target=target)
+  # an exported head is trimmed already
+  ids = draft.ids if model.config.head_size is None else None
+  if draft.layers or ids:
     layers = draft.layers or range(model.config.layers)
-    model = models.part(model, layers=layers, ids=draft.ids)
+    model = models.part(model, layers=layers, ids=ids)
   drafter = lm.make(model.target, vocab_size, ids=draft.ids)
   return Pair(drafter, lambda plain: model.params, draft, model)
 

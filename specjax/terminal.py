@@ -116,11 +116,11 @@ def open_target(out, config):
   return open_model(out, config.target)
 
 
-def open_model(out, reference):
+def open_model(out, reference, *, draft=False):
   """Return the `load.Opened` of a weight reference, fetched if need be."""
   path = hub.resolve(reference, console=out)  # draws bars of its own
   with waiting(out, "opening the model"):
-    return load.opened(str(path))
+    return load.opened(str(path), draft=draft)
 
 
 def open_draft(out, config, target, sizes):

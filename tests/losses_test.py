@@ -841,6 +841,91 @@ def test_sums_of_micro_batches(name):
   assert whole[1].weight == weights.sum() and parts[0][1].weight == 0
 
 
+MIX = np.array([0.0, 0.7, 1.0, np.nan], np.float32)  # of four rows
+
+
+def test_laws_of_mixed_rows():
+  """Each row's p at its own temperature, and q at it: NumPy, 1e-12."""
+  rng = np.random.default_rng(13)
+  teacher, student = rng.normal(0, 2, (2, 4, 3, V))
+  own = np.array([0.0, 0.7, 1.0, 1.3])  # MIX, in a deployment at 1.3
+  for asked in (sampling(1.3), sampling(1.3, top_p=0.7)):
+    s = asked._replace(temperature=own[:, None])
+    with jax.enable_x64(True):
+      p, log_q = map(np.asarray, losses.laws(teacher, student, sampling=s))
+      _, cool = losses.laws(teacher, student, sampling=s, draft_temperature=0.5)
+    for b, t in np.ndindex(4, 3):
+      want = _law(teacher[b, t], asked._replace(temperature=own[b]))
+      np.testing.assert_allclose(p[b, t], want, rtol=1e-12)
+      want = _log_softmax(student[b, t] / (own[b] or 1))
+      np.testing.assert_allclose(log_q[b, t], want, rtol=1e-12)
+    want = jax.nn.log_softmax(2 * student)
+    np.testing.assert_allclose(cool, want, rtol=1e-6, atol=1e-6)
+  assert set(np.unique(p[0])) == {0, 1}  # greedy
+
+
+@pytest.mark.parametrize("name", ["total_variation", "forward_kl"])
+@pytest.mark.parametrize("ids", [None, IDS])
+def test_total_of_mixed_rows(name, ids):
+  """Value and gradient by the states: the definitions in NumPy, row by row."""
+  rng = np.random.default_rng(14)
+  hidden, weights = rng.normal(0, 2, (2, 4, 5, D)), rng.random((4, 5))
+  heads = rng.normal(0, 1, (D, V)), rng.normal(0, 1, (D, len(ids or range(V))))
+  asked, at = sampling(1.3, top_p=0.8), np.array(ids or range(V))
+  with jax.enable_x64(True):
+
+    def loss(student, mix, asked):  # both traced, as in a training step
+      batch = (hidden[0], None), (heads[0], None), weights, None
+      how = dict(temperature=mix, sampling=asked, ids=ids, chunk=2)
+      sums = _total(name, heads[1], student, batch, **how)
+      return sums.loss, sums
+
+    gradient = jax.jit(jax.grad(loss, has_aux=True))
+    gradient, sums = gradient(hidden[1], MIX, asked)
+  value = alpha = 0
+  for b, t in np.ndindex(4, 5):
+    T = (0.0, np.float32(0.7), 1.0, 1.3)[b]
+    p = _law(hidden[0, b, t] @ heads[0], asked._replace(temperature=T))
+    q = _draft_law(hidden[1, b, t] @ heads[1], at, V, T)
+    value += weights[b, t] * _define(name, p, q, at)
+    alpha += weights[b, t] * np.minimum(p, q).sum()
+    want = heads[1] @ _closed_form(name, p[at], q[at]) / (T or 1)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-12)
+    close(gradient[b, t], weights[b, t] * want)
+  np.testing.assert_allclose(sums, (value, weights.sum(), alpha), rtol=1e-12)
+
+
+def test_expected_length_of_mixed_rows():
+  """Each row is what it is alone, in a deployment at its temperature."""
+  rng = np.random.default_rng(15)
+  hidden, heads = rng.normal(0, 1, (2, 4, 6, D)), rng.normal(0, 1, (2, D, V))
+  hidden, heads = np.float32(hidden), np.float32(heads)
+  # what the greedy row says is its argmax
+  labels = rng.integers(0, V, (4, 6))
+  labels[0] = (hidden[0, 0] @ heads[0]).argmax(-1)
+  every = hidden, heads, np.ones((4, 6), np.float32), labels.astype(np.int32)
+
+  @functools.partial(jax.jit, static_argnames="own")
+  @functools.partial(jax.grad, has_aux=True)
+  def f(student, hidden, heads, weights, labels, how, own):
+    batch = hidden, heads, weights, labels
+    how = how if own else dict(sampling=how["sampling"])
+    sums = _total("expected_length", heads[1], student, batch, chunk=4, **how)
+    return sums.loss, sums
+
+  how = dict(sampling=sampling(1.3), temperature=MIX)
+  gradient, sums = f(hidden[1], *every, how, own=True)
+  alone = []
+  for b, T in enumerate((0.0, 0.7, 1.0, 1.3)):
+    row = hidden[:, b : b + 1], heads, *(x[b : b + 1] for x in every[2:])
+    how = dict(sampling=sampling(T), temperature=MIX)
+    want, part = f(hidden[1, b : b + 1], *row, how, own=False)
+    np.testing.assert_allclose(gradient[b], want[0], rtol=1e-4, atol=1e-6)
+    alone.append(part)
+  np.testing.assert_allclose(sums, np.sum(alone, 0), rtol=1e-5)
+  assert len({round(float(x.loss), 3) for x in alone}) == 4
+
+
 def _shapes(jaxpr):
   """Every (primitive, shape) that a program makes, inner ones included."""
   for eqn in jaxpr.eqns:
@@ -951,6 +1036,32 @@ def test_a_switch_compiles_nothing_and_computes_one_loss():
   assert len(traced) == 1
   text = step.lower(heads[1], jnp.float32(0)).compile().as_text()
   assert re.search(r"\bconditional\(", text)  # not a select of both
+
+
+def test_a_switch_takes_traced_temperatures():
+  """A schedule of two losses, rows' temperatures an argument of the step."""
+  hidden, heads, weights, _ = _batch(dtype=np.float32)
+
+  @jax.jit
+  def step(head, fraction, temperature):
+    how = dict(
+      teacher_unembed=lambda x: x @ heads[0], temperature=temperature, chunk=4
+    )
+
+    def loss(head):
+      unembed = lambda x: x @ head
+      args = KL_THEN_TV, fraction, *hidden, weights
+      return objective.total(*args, student_unembed=unembed, **how).loss
+
+    return jax.value_and_grad(loss)(head)
+
+  mix, batch = MIX[[0, 1, 3]], (hidden, heads, weights, None)
+  for fraction, name in ((0.1, "forward_kl"), (0.9, "total_variation")):
+    of = lambda head: _total(name, head, hidden[1], batch, temperature=mix)[0]  # noqa: B023
+    want = jax.value_and_grad(of)(heads[1])
+    got = step(heads[1], np.float32(fraction), mix)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
+    jax.tree.map(close, got, want)
 
 
 @pytest.mark.parametrize(

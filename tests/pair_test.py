@@ -116,17 +116,17 @@ def test_added_tokens_are_compared_too():
   for tok, name in zip(toks, ("<|user|>", "<|tool|>"), strict=True):
     tok.backend.add_special_tokens([name])
   a, b = (tok._replace(vocab_size=301) for tok in toks)
-  pair._same_tokens(a, a)
+  pair.same_tokens(a, a)
   with pytest.raises(UserError, match=r"id 300 is '<\|user\|>' .*'<\|tool"):
-    pair._same_tokens(a, b)
+    pair.same_tokens(a, b)
   with pytest.raises(UserError, match="id 300 is .* no token in the draft's"):
-    pair._same_tokens(a, tokenizer.byte_level(300)._replace(vocab_size=301))
+    pair.same_tokens(a, tokenizer.byte_level(300)._replace(vocab_size=301))
 
 
 def test_comparing_is_fast():
   a, b = (tokenizer.byte_level(150_000) for _ in range(2))
   began = time.perf_counter()
-  pair._same_tokens(a, b)
+  pair.same_tokens(a, b)
   assert time.perf_counter() - began < 2
 
 

