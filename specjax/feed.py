@@ -17,6 +17,7 @@ from specjax.errors import UserError
 from specjax.models import hub
 
 CACHE = "trajectories"  # in the user's cache folder
+PART = 2048  # prompts with a cache of their own: more prompts keep it
 
 
 class Feed(NamedTuple):
@@ -46,9 +47,17 @@ def collect(config, model, watch):
     sizes = dict(max_user=asked.max_user, root=root, watch=watch)
     return data.self_started(model, asked.count, plan, **sizes)
   todo = prompts.from_file(asked.path, asked.limit)
-  return data.from_target(
-    model, todo, plan, as_chat=asked.chat, root=root, watch=watch
-  )
+  found = []
+  for at in range(0, len(todo), PART):
+    some = todo[at : at + PART]
+    if len(todo) > PART:
+      watch.note(f"prompts {at + 1:,} to {at + len(some):,} of {len(todo):,}")
+    found.append(
+      data.from_target(
+        model, some, plan, as_chat=asked.chat, root=root, watch=watch
+      )
+    )
+  return trajectories.concatenate(found)
 
 
 def split(config, found, note):

@@ -14,7 +14,7 @@ from specjax.models import families
 
 ROOT = Path(__file__).parents[1]
 NAMES = [p.stem for p in sorted((ROOT / "configs").glob("*.py"))]
-TRAINING = ["tiny_train"]
+TRAINING = ["smollm2_train", "tiny_train"]
 DEFAULTS = ("common", "training")
 SPECS = [(n, "") for n in NAMES if n not in (*DEFAULTS, *TRAINING)]
 SPECS += [("smollm2", "random"), ("tiny_train", "decode")]
@@ -37,6 +37,8 @@ def test_config(name, arg):
 @pytest.mark.parametrize("name", TRAINING)
 def test_training_config(name):
   config = _build(name, "")
+  if not config.data.path:  # the user's
+    config.data.path = "configs/tiny_prompts.jsonl"
   recipe.check(config)
   assert prompts.from_file(config.data.path)
   assert set(cli.flatten(training.training())) <= set(cli.flatten(config))

@@ -21,6 +21,7 @@ from configs import tiny_train
 from specjax import (
   checkpoint,
   costs,
+  data,
   feed,
   generate,
   metrics,
@@ -134,6 +135,37 @@ def _stop_at(monkeypatch, number, *kinds):
     return batch(config, fed, n)
 
   monkeypatch.setattr(feed, "batch", sent)
+
+
+def test_more_prompts_keep_the_answers_of_those_before(
+  cache, small, monkeypatch
+):
+  monkeypatch.setattr(feed, "PART", 8)
+  config, told = small(data__limit=20), []
+  opened = load.random(config.architecture.to_dict(), seed=config.seed)
+  target = load.model(opened, dtype="float32")
+  watch = shards.QUIET._replace(note=told.append)
+  some = feed.collect(small(data__limit=16), target, watch)
+  made = []
+  answers = data.from_target
+
+  def counted(model, todo, *args, **options):
+    before = {p.name for p in cache.iterdir()}
+    result = answers(model, todo, *args, **options)
+    made.append({p.name for p in cache.iterdir()} - before)
+    return result
+
+  monkeypatch.setattr(data, "from_target", counted)
+  more = feed.collect(config, target, watch)
+  assert [len(x) for x in made] == [0, 0, 1]  # folders; two were there
+  rows = len(some.length)
+  np.testing.assert_array_equal(more.length[:rows], some.length)
+  width = min(more.tokens.shape[1], some.tokens.shape[1])
+  np.testing.assert_array_equal(
+    more.tokens[:rows, :width], some.tokens[:, :width]
+  )
+  assert len(more.length) > rows
+  assert "prompts 17 to 20 of 20" in told
 
 
 # of 12 micro-batches, two a step: within a step, at a step's end, at a refresh,
