@@ -674,6 +674,7 @@ _LLAMA3 = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0)
 _SCALINGS = (
   None,
   dict(rope_type="linear", factor=4.0),
+  dict(_LLAMA3, factor=8.0, original_max_position_embeddings=64),
   dict(_LLAMA3, factor=8.0, original_max_position_embeddings=8192),
   dict(_LLAMA3, factor=32.0, original_max_position_embeddings=8192),
 )
