@@ -28,6 +28,23 @@ class KV(NamedTuple):
   v: jax.Array  # [B * G, S, head_dim]
 
 
+class Passes(NamedTuple):
+  """A layer's keys and values in earlier passes over the same tokens.
+
+  A pass is a way to see a token; a mask says which way a query sees which.
+  """
+
+  before: tuple[KV, ...]  # each of T slots
+
+
+def side_by_side(passes):
+  """Return one `KV` of the slots of several."""
+  return KV(
+    k=jnp.concatenate([layer.k for layer in passes], 2),
+    v=jnp.concatenate([layer.v for layer in passes], 1),
+  )
+
+
 def init(*, batch, slots, layers, kv_heads, head_dim, dtype):
   """Return an empty cache, one `KV` a layer."""
   rows = batch * kv_heads
@@ -80,24 +97,47 @@ def prefill(model, params, tokens, length):
     tokens: [B, S] int32, S slots, a multiple of PREFILL.
     length: [B] int32; a row of 1 or less needs nothing.
   """
+  return prefill_taps(model, params, tokens, length, ())[0]
+
+
+def prefill_taps(model, params, tokens, length, features):
+  """Return `prefill`'s cache and the taps [B, S, F, D] of what was fed.
+
+  Args:
+    features: layers whose outputs are wanted; none: taps are None. What stands
+      at tokens that were not fed is arbitrary.
+  """
   B, S = tokens.shape
 
-  def feed(carry):
-    at, cache = carry
+  def call(at, cache):
     chunk = lax.dynamic_slice_in_dim(tokens, at, PREFILL, axis=1)
     positions = at + jnp.arange(PREFILL)
     real = positions < length[:, None] - 1
-    _, _, cache = model.apply(
-      params, chunk, jnp.where(real, positions, S), cache
-    )
-    return at + PREFILL, cache
+    return model.apply(
+      params,
+      chunk,
+      jnp.where(real, positions, S),
+      cache,
+      features=features,
+    )[1:]
 
-  _, cache = lax.while_loop(
+  def feed(carry):
+    at, cache, taps = carry
+    some, cache = call(at, cache)
+    if features:
+      taps = lax.dynamic_update_slice_in_dim(taps, some, at, axis=1)
+    return at + PREFILL, cache, taps
+
+  cache, taps = model.init_cache(B, S), None
+  if features:
+    some = jax.eval_shape(call, jnp.int32(0), cache)[0]
+    taps = jnp.zeros((B, S, *some.shape[2:]), some.dtype)
+  _, cache, taps = lax.while_loop(
     lambda carry: carry[0] < length.max() - 1,
     feed,
-    (jnp.int32(0), model.init_cache(B, S)),
+    (jnp.int32(0), cache, taps),
   )
-  return cache
+  return cache, taps
 
 
 def num_slots(cache):

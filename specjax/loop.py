@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import adaptive, checks, sampling, types
-from specjax.cache import prefill
+from specjax.cache import prefill_taps
 
 SLOT_STEP = 256  # slots come in multiples of this: one program a multiple
 
@@ -99,10 +99,11 @@ def start(
     adaptive=draft and _adaptive(draft.policy, len(prompt)),
     steps=np.int32(0),
   )
-  state = _prefill(target, params, state)
+  features = draft.drafter.features if draft else ()
+  state, taps = _prefill(target, features, params, state)
   if draft is None:
     return state
-  return _prefill_draft(draft.drafter, draft.params, state)
+  return _prefill_draft(draft.drafter, draft.params, state, taps)
 
 
 def _arrays(ask):
@@ -142,20 +143,21 @@ def _no_logprobs(shape):
   return types.Logprobs(nothing(), nothing())
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _prefill(target, params, state):
-  cache = prefill(target, params, state.tokens, _fed(state))
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _prefill(target, features, params, state):
+  fed = state.tokens, _fed(state)
+  cache, taps = prefill_taps(target, params, *fed, features)
   if not sampling.needs_history(state.sampling):
-    return state._replace(cache=cache)
+    return state._replace(cache=cache), taps
   begin = jax.vmap(sampling.begin, (0, 0, None))
   history = begin(state.tokens, state.length, target.vocab_size)
-  return state._replace(cache=cache, history=history)
+  return state._replace(cache=cache, history=history), taps
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _prefill_draft(drafter, draft_params, state):
+def _prefill_draft(drafter, draft_params, state, taps):
   slots = state.tokens.shape[1]
-  draft = drafter.init(draft_params, state.tokens, _fed(state), None, slots)
+  draft = drafter.init(draft_params, state.tokens, _fed(state), taps, slots)
   return state._replace(draft=draft)
 
 

@@ -177,8 +177,8 @@ class Drafter(NamedTuple):
   """
 
   features: tuple  # target layers whose outputs it reads, () for none
-  # (params, prompt [B, T], length [B], taps, slots) -> state: its prefill, of
-  # the tokens before each row's last one
+  # (params, prompt [B, S], length [B], taps [B, S, F, D], slots) -> state: its
+  # prefill; taps are of the tokens before each row's last one, None if F = 0
   init: Callable
   propose: Callable  # (params, state, context, noise) -> (Proposal, state)
   commit: Callable  # (params, state, outcome) -> state

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models
 
 from specjax import cache as kv
 from specjax import generate, loop, metrics, request, types
-from specjax.drafters import lm
+from specjax.drafters import chain, lm
 from specjax.models import load, transformer, weights
 
 LLAMA = pathlib.Path(__file__).parent / "data" / "llama"
@@ -380,5 +380,5 @@ def test_x64_changes_nothing():
   want = _run(*pair, ask, num_draft=2, ids=ids)
   with jax.enable_x64(True):
     got = _run(*pair, ask, num_draft=2, ids=ids)
-    assert lm._nothing(1, 11).probs.dtype == jnp.float32
+    assert chain.nothing(1, 11).probs.dtype == jnp.float32
   jax.tree.map(np.testing.assert_array_equal, got, want)

@@ -15,11 +15,11 @@ from specjax.types import Drafter, Proposal, Target
 def trigram(vocab_size, *, context=4096):
   """Return the `Target`; its parameters are a table [V, V, V] of logits.
 
-  The token before the first one counts as 0.
+  The token before the first one counts as 0. Its only layer, whatever its
+  number, has the logits as its output.
   """
 
   def apply(table, tokens, positions, cache, *, features=()):
-    assert not features
     B, T = tokens.shape
     rows = jnp.arange(B)[:, None]
     if cache is None:
@@ -32,7 +32,7 @@ def trigram(vocab_size, *, context=4096):
     before = cache[rows, jnp.maximum(positions - 1, 0)]
     before = jnp.where(positions > 0, before, 0)
     hidden = table[before, tokens]  # [B, T, V]
-    taps = jnp.zeros((B, T, 0, vocab_size), hidden.dtype)
+    taps = jnp.repeat(hidden[:, :, None], len(features), 2)
     return hidden, taps, cache if keep else None
 
   def unembed(table, hidden):

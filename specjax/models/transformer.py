@@ -141,8 +141,10 @@ class Layer(nn.Module):
     turned = rotate(y[:, :, : c.heads + c.kv_heads], *angles)
     q, k = turned[:, :, : c.heads], turned[:, :, c.heads :]
     v = y[:, :, c.heads + c.kv_heads :]
-    if cache is None:
-      seen = kv.from_tokens(k, v)
+    if cache is None or isinstance(cache, kv.Passes):
+      own = kv.from_tokens(k, v)
+      seen = own if cache is None else kv.side_by_side((*cache.before, own))
+      cache = own
     else:
       seen = cache = kv.write(cache, k, v, positions)
     y = attend(q, seen, mask).reshape(B, T, -1)
@@ -250,6 +252,31 @@ def _make(config, dtype):
     return kv.init(batch=batch, slots=slots, dtype=dtype, **cache_shape(config))
 
   return Target(apply, unembed, init_cache, config.vocab_size, config.context)
+
+
+def layers(config, params, x, positions, mask, caches):
+  """Apply layers and nothing around them.
+
+  Args:
+    params: a dict with "layer_0", "layer_1", ...
+    x: [B, T, D]; positions: [B, T].
+    mask: [B, T, S]; caches: one a layer, `cache.KV` or `cache.Passes`, or None.
+
+  Returns:
+    x, and what each layer's keys and values are now.
+  """
+  angles, found = rotary(positions, config.inv_freq), []
+  for i in range(config.layers):
+    tree = {"params": params[f"layer_{i}"]}
+    past = caches and caches[i]
+    x, new = Layer(config).apply(tree, x, positions, angles, mask, past)
+    found.append(new)
+  return x, tuple(found)
+
+
+def norm(scale, x, eps):
+  """x / sqrt(mean(x^2) + eps) * scale."""
+  return RMSNorm(eps).apply({"params": {"scale": scale}}, x)
 
 
 def cache_shape(config):

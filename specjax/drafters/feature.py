@@ -1,0 +1,176 @@
+"""Draft with a head that reads the target's own hidden states.
+
+Some of the target's layers have worked out most of what the next token hangs
+on; the token itself was then drawn, and the target has not seen it yet. So
+
+  g_i = fuse(outputs of the target's layers at token i)
+  a_i = layers(join(embed(x_i), g_{i-1}));   logits of x_{i+1} = head(norm(a_i))
+
+Behind the committed tokens g is not known, and the draft's own a takes its
+place. (EAGLE: Li et al. 2024, arXiv:2401.15077; EAGLE-3: Li et al. 2025,
+arXiv:2503.01840, three layers fused, and trained on its own states.)
+
+After verification the emitted tokens are fed again with the target's features,
+in one pass of K + 1 places, so that the cache never holds a guess about a
+token that is committed.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from specjax import cache as kv
+from specjax.drafters import chain
+from specjax.models import matrix, transformer
+from specjax.types import Drafter
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """The architecture; its width is the target's."""
+
+  layers: transformer.Config  # the draft's own, with the head
+  features: tuple[int, ...]  # layers of the target that it reads
+
+
+class State(NamedTuple):
+  """Valid for every committed token, since `commit` feeds them all."""
+
+  cache: Any  # of the draft's layers
+  last: jax.Array  # [B, D] a at the last committed token
+
+
+def shapes(config):
+  """Return the parameter tree as `jax.ShapeDtypeStruct`s, in float32."""
+  c, F = config.layers, len(config.features)
+  tree = dict(transformer.shapes(c))
+  array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+  tree["fuse"] = {"kernel": array(F * c.width, c.width)}
+  tree["join"] = {"kernel": array(2 * c.width, c.width)}
+  tree["token_norm"] = {"scale": array(c.width)}
+  tree["feature_norm"] = {"scale": array(c.width)}
+  return tree
+
+
+def fuse(config, params, taps):
+  """g [B, T, D] of taps [B, T, F, D]."""
+  x = taps.reshape(*taps.shape[:2], -1)
+  return matrix.product(x, params["fuse"]["kernel"])
+
+
+def joined(config, params, tokens, before):
+  """What enters the layers at tokens [B, T], g or a [B, T, D] one before."""
+  c = config.layers
+  norm = lambda name, x: transformer.norm(params[name]["scale"], x, c.norm_eps)
+  token = params["embed"][jnp.minimum(tokens, c.vocab_size - 1)]  # (B11)
+  both = norm("token_norm", token), norm("feature_norm", before)
+  return matrix.product(jnp.concatenate(both, -1), params["join"]["kernel"])
+
+
+def head(config, params, a):
+  """Logits [..., Vq] of a [..., D]."""
+  c = config.layers
+  x = transformer.norm(params["norm"]["scale"], a, c.norm_eps)
+  weights = params["embed"].T if c.tied else params["head"]
+  wide = jnp.promote_types(x.dtype, jnp.float32)
+  return matrix.product(x, weights, wide)
+
+
+@functools.cache
+def make(config, vocab_size, *, ids=None):
+  """Return the `Drafter` of a `Config`.
+
+  Equal arguments return the very same Drafter, hence share compiled programs.
+
+  Args:
+    vocab_size, ids: as of `lm.make`.
+
+  Raises:
+    ValueError: an id that the target does not have, or one given twice.
+  """
+  ids = None if ids is None else chain.checked(ids, vocab_size)
+  c = config.layers
+
+  def feed(params, cache, tokens, before, positions):
+    """a [B, T, D] at tokens, and the cache."""
+    x = joined(config, params, tokens, before)
+    mask = kv.visible(positions, kv.num_slots(cache))
+    return transformer.layers(c, params, x, positions, mask, cache)
+
+  def init(params, prompt, length, taps, slots):
+    return _prefill(config, feed, params, prompt, length, taps, slots)
+
+  def propose(params, state, context, noise):
+    if not context.num_draft:
+      return chain.nothing(len(context.tokens), vocab_size), state
+
+    def more(i, token, carry):
+      cache, last = carry
+      at = (context.length - 1 + i)[:, None]
+      a, cache = feed(params, cache, token[:, None], last[:, None], at)
+      return head(config, params, a[:, 0]), (cache, a[:, 0])
+
+    proposal, (cache, _) = chain.propose(
+      context,
+      noise,
+      head(config, params, state.last),
+      more,
+      (state.cache, state.last),
+      vocab_size=vocab_size,
+      ids=ids,
+    )
+    return proposal, state._replace(cache=cache)
+
+  def commit(params, state, outcome):
+    B, N = outcome.tokens.shape
+    S, i = kv.num_slots(state.cache), jnp.arange(N)
+    real = i < outcome.count[:, None]
+    at = jnp.where(real, outcome.length[:, None] + i, S)
+    g = fuse(config, params, outcome.taps)
+    a, cache = feed(params, state.cache, outcome.tokens, g, at)
+    last = a[jnp.arange(B), jnp.maximum(outcome.count - 1, 0)]
+    last = jnp.where(outcome.count[:, None] > 0, last, state.last)
+    return State(cache, last)
+
+  return Drafter(
+    features=config.features,
+    init=init,
+    propose=propose,
+    commit=commit,
+    context=c.context,
+  )
+
+
+def _prefill(config, feed, params, prompt, length, taps, slots):
+  """The `State` of prompts [B, S], each token with the features before it."""
+  B, S = prompt.shape
+  c = config.layers
+  dtype = params["embed"].dtype
+  cache = kv.init(
+    batch=B, slots=slots, dtype=dtype, **transformer.cache_shape(c)
+  )
+  before = jnp.pad(taps, ((0, 0), (1, 0), (0, 0), (0, 0)))[:, :S]
+  piece = functools.partial(lax.dynamic_slice_in_dim, axis=1)
+
+  def step(carry):
+    at, cache, last = carry
+    positions = at + jnp.arange(kv.PREFILL)
+    real = positions < length[:, None]
+    chunk = piece(prompt, at, kv.PREFILL)
+    g = fuse(config, params, piece(before, at, kv.PREFILL))
+    where = jnp.where(real, positions, slots)
+    a, cache = feed(params, cache, chunk, g, where)
+    is_last = (positions == length[:, None] - 1)[..., None]
+    last = last + jnp.where(is_last, a, 0).sum(1)
+    return at + kv.PREFILL, cache, last
+
+  _, cache, last = lax.while_loop(
+    lambda carry: carry[0] < length.max(),
+    step,
+    (jnp.int32(0), cache, jnp.zeros((B, c.width), dtype)),
+  )
+  return State(cache, last)
