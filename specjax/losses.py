@@ -269,7 +269,7 @@ def expected_length(log_ratio, alpha, weights, *, num_draft, verifier="block"):
 
 
 def log_survival(log_ratio, weights, num_draft, verifier):
-  """ln P(the first j drafted tokens are kept | text), [K + 1, ..., T] by start."""
+  """ln P(the first j drafted tokens are kept | text) [K + 1, ..., T]."""
   if verifier not in ("token", "block"):
     raise ValueError(f"verifier must be token or block, not {verifier!r}")
   real = (weights > 0) & (log_ratio != jnp.inf)

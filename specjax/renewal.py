@@ -44,12 +44,11 @@ def expected_rounds(log_ratio, alpha, weights, *, num_draft, verifier="block"):
   before = jnp.pad(there, [(0, 0)] * (there.ndim - 1) + [(1, 0)])[..., :-1]
 
   def step(ahead, at):
-    law, there, first = at  # [K + 1, ...], [...]
-    r = jnp.where(first, 1, ahead[0]) * there
+    law, first = at  # [K + 1, ...], [...]
+    r = jnp.where(first, 1, ahead[0])
     ahead = jnp.concatenate([ahead[1:], jnp.zeros_like(ahead[:1])])
     return ahead + r * law, r
 
-  along = law, there, there & ~before
-  along = tuple(jnp.moveaxis(x, -1, 0) for x in along)
+  along = [jnp.moveaxis(x, -1, 0) for x in (law, there & ~before)]
   _, r = lax.scan(step, jnp.zeros_like(law[..., 0]), along)
   return losses.weighted(jnp.moveaxis(r, 0, -1), weights)
