@@ -1,15 +1,13 @@
 r"""Decode prompts, plainly and speculatively, and report what each took.
 
   python decode.py --config=configs/smollm2.py --config.prompt="Why is it so?"
-  python decode.py --config=configs/smollm2.py --config.sampling.temperature=0.8
   python decode.py --config=configs/smollm2.py --config.draft.name=lm \
-      --config.draft.layers=0,1,29
+      --config.draft.layers=0,1,29 --config.sampling.temperature=0.8
   python decode.py --config=configs/smollm2.py --json=out.json \
       --config.prompts.path=configs/prompts.jsonl --config.batch_size=8
   python decode.py --config=configs/smollm2.py --config.stop=". " \
       --config.sampling.repetition_penalty=1.1 --config.verifier=coupled
-  echo "Once upon a time" | python decode.py --config=configs/smollm2.py \
-      --config.prompt=- --config.chat=False
+  echo Hello | python decode.py --config=configs/smollm2.py --config.prompt=-
 
 The text goes to stdout, everything about it to stderr. What each key means:
 configs/common.py.

@@ -125,7 +125,7 @@ def opened(asked, target, sizes, open_model):
 
   Args:
     target: a `load.Opened`; sizes: the `play.Sizes` of the plain run.
-    open_model: what makes a weight reference a `load.Opened`.
+    open_model: what makes a weight reference a draft's `load.Opened`.
 
   Raises:
     UserError: a draft that does not fit, or a round that is too long.
@@ -161,7 +161,7 @@ def run(out, config, asked, todo, dtype):
   target = terminal.open_target(out, config)
   settings.sampling(config, target.config.vocab_size)  # ids that it has
   sizes = play.sizes(target, todo, plain)
-  get = functools.partial(terminal.open_model, out)
+  get = functools.partial(terminal.open_model, out, draft=True)
   drafts = opened(asked, target, sizes, get)
   model, pairs = _load(out, target, drafts, sizes, dtype)
   seconds = {"load": time.perf_counter() - began}

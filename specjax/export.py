@@ -156,6 +156,8 @@ def _write_model(folder, draft, tensors, lacks):
     exported.write(folder, lacks)
   _write_json(folder / _CONFIG, config)
   safetensors.numpy.save_file(tensors, folder / name, {"format": kind})
+  # the library lets nobody else read it
+  os.chmod(folder / name, (folder / _CONFIG).stat().st_mode)
 
 
 def _write_tokenizer(folder, teacher, reference):

@@ -25,7 +25,10 @@ def estimate(config, *, dtype, batch, slots, untie=False, draft=None):
   K = draft.num_draft if draft else 0
   parts = {"weights": _weights(config, dtype, untie)}
   if draft and draft.own:
-    parts["draft weights"] = _weights(draft.own.config, dtype, untie)
+    size = _weights(draft.own.config, dtype, untie)
+    if draft.own.lacks and draft.own.lacks.embedding == "shared":
+      size -= _lent(draft.own.config, dtype, untie)
+    parts["draft weights"] = size
   elif draft and draft.ids:  # the rest is the target's
     size = jax.numpy.dtype(dtype).itemsize
     parts["draft head"] = size * len(draft.ids) * config.width
@@ -42,6 +45,12 @@ def _weights(config, dtype, untie):
   size = jax.numpy.dtype(dtype).itemsize
   copied = config.vocab_size * config.width if untie and config.tied else 0
   return size * (transformer.num_parameters(config) + copied)
+
+
+def _lent(draft, dtype, untie):
+  """Bytes of a draft's tree that are the target's arrays; see `load.model`."""
+  embedding = jax.numpy.dtype(dtype).itemsize * draft.vocab_size * draft.width
+  return embedding * (2 if untie and draft.tied else 1)
 
 
 def available():

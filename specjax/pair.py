@@ -5,6 +5,7 @@ the draft; `join` makes it a request's.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -42,12 +43,15 @@ class Pair(NamedTuple):
   policy: Any = None  # an `adaptive.Policy` to draft fewer tokens by
 
 
-def opened(config, target, open_model=models.opened):
+_opened = functools.partial(models.opened, draft=True)
+
+
+def opened(config, target, open_model=_opened):
   """Return the `Opened` of a config's draft, checked against its target.
 
   Args:
     target: a `load.Opened`.
-    open_model: (weight reference, draft=True) -> its `load.Opened`.
+    open_model: what makes a weight reference a draft's `load.Opened`.
 
   Raises:
     UserError: the reference, or that the two do not fit each other: other
@@ -56,7 +60,7 @@ def opened(config, target, open_model=models.opened):
   asked = config.draft
   own, layers, ids, architecture = None, (), None, None
   if asked.weights:
-    own = open_model(asked.weights, draft=True)
+    own = open_model(asked.weights)
     same_tokens(target.tokenizer, own.tokenizer)
     architecture = own.config
     ids = _exported(asked, own, target.config)

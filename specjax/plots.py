@@ -38,7 +38,7 @@ def prediction(found):
   left.set_title("Predicted speed-up at batch 1")
   left.set_ylim(bottom=0)
   left.legend(fontsize="small", frameon=False)
-  _map(figure, right)
+  best_map(figure, right)
   _drafts(right, best, found["drafts"], colours)
   buffer = io.BytesIO()
   figure.savefig(buffer, format="png", dpi=150)
@@ -87,7 +87,7 @@ def _measured(axes, rows, colours):
     axes.plot([], [], "k*", markersize=10, label="measured", linestyle="none")
 
 
-def _map(figure, axes):
+def best_map(figure, axes):
   """S* in colour and lines of k* over (alpha, C)."""
   best = theory.optimal_length(_ALPHA, _COST_RATIO[:, None])
   # an S of exactly 1 lies below the first level: plain decoding is the best

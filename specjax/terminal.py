@@ -131,7 +131,8 @@ def open_draft(out, config, target, sizes):
   """
   if "speculative" not in settings.decoders(config):
     return None
-  draft = pair.opened(config, target, functools.partial(open_model, out))
+  get = functools.partial(open_model, out, draft=True)
+  draft = pair.opened(config, target, get)
   pair.check_context(draft, sizes.tokens)
   return draft
 

@@ -7,14 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from configs import common
-from specjax import cli, prompts, settings
+from configs import common, training
+from specjax import cli, prompts, recipe, settings
 from specjax.errors import UserError
 from specjax.models import families
 
 ROOT = Path(__file__).parents[1]
 NAMES = [p.stem for p in sorted((ROOT / "configs").glob("*.py"))]
-SPECS = [(n, "") for n in NAMES if n != "common"] + [("smollm2", "random")]
+TRAINING = ["smollm2_train", "tiny_train"]
+DEFAULTS = ("common", "training")
+SPECS = [(n, "") for n in NAMES if n not in (*DEFAULTS, *TRAINING)]
+SPECS += [("smollm2", "random"), ("tiny_train", "decode")]
 
 
 def _build(name, arg):
@@ -29,6 +32,29 @@ def test_config(name, arg):
   assert set(cli.flatten(common.decoding())) <= set(cli.flatten(config))
   if config.target == "random":
     families.from_hf(config.architecture)
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_training_config(name):
+  config = _build(name, "")
+  if not config.data.path:  # the user's
+    config.data.path = "configs/tiny_prompts.jsonl"
+  recipe.check(config)
+  assert prompts.from_file(config.data.path)
+  assert set(cli.flatten(training.training())) <= set(cli.flatten(config))
+  if config.target == "random":
+    families.from_hf(config.architecture)
+
+
+def test_every_training_key_is_explained():
+  lines = (ROOT / "configs/training.py").read_text().split("\n")
+  keys = [line for line in lines if re.match(r"  (c\.\w+ =|  \w+=)", line)]
+  groups = [line for line in keys if line.endswith("dict(")]
+  bare = [line for line in keys if "  # " not in line and line not in groups]
+  # betas have the names of the paper, temperatures a line above
+  known = ("c.seed", "beta1", "beta2", "temperatures", "c.loss", "batch=8")
+  assert not [line for line in bare if not line.strip().startswith(known)]
+  assert len(keys) > 40
 
 
 @pytest.mark.parametrize("name", sorted({name for name, _ in SPECS}))
@@ -51,8 +77,8 @@ def test_random_has_the_shapes_of_the_real_model(smollm2_gguf):
 def test_commands_in_docstrings_name_this_config(path):
   doc = importlib.import_module(path[:-3].replace("/", ".")).__doc__
   commands = re.findall(r"--config=(\S+)", doc)
-  assert set(commands) <= {path}
-  assert commands or path == "configs/common.py"
+  assert {command.partition(":")[0] for command in commands} <= {path}
+  assert commands or path in [f"configs/{name}.py" for name in DEFAULTS]
 
 
 @pytest.mark.parametrize(

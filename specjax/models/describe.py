@@ -1,8 +1,8 @@
 """From a `transformer.Config` back to a config.json: `families.from_hf` undone.
 
 A config holds rotary frequencies, not what they were made from. That is found
-again: theta from the ratio of the last two, which every scaling divides alike,
-and the scaling from what became of the rest.
+again: theta from the ratio of two that a scaling has left alone or divided
+alike, which the last two are or the first two, and the scaling from the rest.
 """
 
 import numpy as np
@@ -39,14 +39,16 @@ def to_hf(config):
     "attention_bias": config.qkv_bias,
     "mlp_bias": config.mlp_bias,
     "hidden_act": "silu",
-    **_rotary(np.array(config.inv_freq)),
   }
-  if not _describes(found, config.inv_freq):
-    raise UserError(
-      "the model's rotary frequencies have no description in Hugging Face"
-      " layout; choose another target or draft"
-    )
-  return found
+  f = np.array(config.inv_freq)
+  for i in (len(f) - 2, 0):
+    guess = found | _rotary(f, i)
+    if _describes(guess, f):
+      return guess
+  raise UserError(
+    "the model's rotary frequencies have no description in Hugging Face"
+    " layout; choose another target or draft"
+  )
 
 
 def _describes(found, inv_freq):
@@ -57,21 +59,25 @@ def _describes(found, inv_freq):
   return np.allclose(again, inv_freq, rtol=1e-6, atol=0)
 
 
-def _rotary(f):
-  """rope_theta and rope_scaling that give the frequencies f [head_dim / 2]."""
+def _rotary(f, i):
+  """rope_theta and rope_scaling that give the frequencies f [head_dim / 2].
+
+  If i and i + 1 are divided alike.
+  """
   if len(f) == 1:
     return {"rope_theta": 10000.0}  # 1 whatever theta is
   n = len(f)
-  theta = _round((f[-2] / f[-1]) ** n)
+  theta = _round((f[i] / f[i + 1]) ** n)
   plain = theta ** -(np.arange(n) / n)
   by = plain / f  # what they were divided by
   if np.allclose(by, 1, rtol=1e-6):
     return {"rope_theta": theta}
   factor = _round(by[-1])
-  if np.allclose(by, factor, rtol=1e-6):
+  if factor <= 1 or np.allclose(by, factor, rtol=1e-6):
     scaling = {"rope_type": "linear", "factor": factor}
   else:
-    scaling = {"rope_type": "llama3", "factor": factor, **_blend(plain, by)}
+    with np.errstate(divide="ignore", invalid="ignore"):
+      scaling = {"rope_type": "llama3", "factor": factor, **_blend(plain, by)}
   return {"rope_theta": theta, "rope_scaling": scaling}
 
 
@@ -97,7 +103,10 @@ def _blend(plain, by):
   return {
     "low_freq_factor": 1.0,
     "high_freq_factor": _round(high),
-    "original_max_position_embeddings": round(original),
+    # 0 is refused
+    "original_max_position_embeddings": round(
+      np.nan_to_num(original, posinf=0)
+    ),
   }
 
 

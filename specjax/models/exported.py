@@ -137,11 +137,18 @@ def read(folder, config):
     reference=_get(path, target, "reference", str),
     target=_get(path, target, "sha256", str),
     embedding=embedding,
-    digests=_get(path, value, "embedding_sha256", dict) if shared else {},
+    digests=_digests(path, value) if shared else {},
     ids=_ids(path, config, value) if "vocabulary" in value else None,
   )
   if found.ids is None and not shared:
     raise _damaged(path, "it says nothing that the draft lacks")
+  return found
+
+
+def _digests(path, value):
+  found = _get(path, value, "embedding_sha256", dict)
+  if not found.keys() & {*_ROUNDED}:
+    raise _damaged(path, f"'embedding_sha256' is {reprlib.repr(found)}")
   return found
 
 

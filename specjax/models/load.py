@@ -129,9 +129,8 @@ def model(
   file = opened(reference) if isinstance(reference, str) else reference
   untie, lent = untie_here(), None
   if file.lacks and file.lacks.embedding == "shared":
-    # another head than the target's would be a copy of the embedding
-    untie = untie and target.config.tied
     lent = borrowed(file, target)
+    untie = untie and "head" in lent  # else it would be a copy
   params, config = file.read(
     dtype=dtype, untie=untie, block=block_here(), track=track, lent=lent
   )

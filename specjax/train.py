@@ -1,0 +1,265 @@
+"""Train a draft, and never lose a run.
+
+A run is its config and its folder. What decides how it goes on is in its newest
+checkpoint or is a function of (config, step), so that a run that was stopped,
+in the middle of a step too, ends with the same parameters, bit for bit on a
+CPU. To go on is to type the same command.
+
+  1. the folder's newest whole checkpoint, if its config is this one
+  2. else the draft that the config begins with
+"""
+
+import contextlib
+import functools
+import json
+import shlex
+import signal
+import sys
+from pathlib import Path
+
+import jax
+
+from specjax import (
+  checkpoint,
+  costs,
+  export,
+  feed,
+  generate,
+  recipe,
+  runtime,
+  session,
+  shards,
+  step,
+  student,
+  summary,
+  terminal,
+  timing,
+  trainlog,
+)
+from specjax.errors import UserError
+from specjax.models import load
+
+SAVES, BEST, DRAFT = "checkpoints", "best", "draft"
+
+
+def run(config, workdir):
+  """Train the draft of a config, or go on with it, and save what came of it.
+
+  Ctrl-C and SIGTERM end the run behind the micro-batch that it is at, saved; a
+  second one ends it at once.
+
+  Returns:
+    The exit code: 0 when all steps are done, else 128 + the signal's number.
+
+  Raises:
+    UserError: an impossible config, bad data, a folder of another run, a
+      damaged checkpoint, a full disk, a loss that is not finite.
+  """
+  recipe.check(config)
+  folder, out = Path(workdir), terminal.console()
+  _check_folder(folder, config)
+  dtype = runtime.setup(config.dtype)
+  bar = terminal.track(out, "reading weights")
+  opened = terminal.open_target(out, config)
+  teacher = load.whole(load.model(opened, dtype=dtype, track=bar))
+  with shards.shown(out, "sampling answers") as watch:
+    found = feed.collect(config, teacher, watch)
+    fed = feed.split(config, found, watch.note)
+  with contextlib.ExitStack() as open_files:
+    enter = open_files.enter_context
+    trainlog.begin(folder, recipe.plain(config))
+    saves = enter(checkpoint.opened(folder / SAVES, config.checkpoint.keep))
+    best = enter(checkpoint.opened(folder / BEST, 1))
+    ids = _ids(saves, feed.digest(fed))
+    bar = terminal.track(out, "reading the draft's weights")
+    draft = student.make(config, teacher, fed.train, ids=ids, track=bar)
+    optimiser = step.optimiser(config.optimiser, config.steps)
+    job = session.Job(
+      config,
+      folder,
+      out,
+      teacher,
+      draft._replace(params=jax.eval_shape(lambda x: x, draft.params)),
+      feed.digest(fed),
+      _costs(config, folder, draft, teacher, out),
+      programs(config, teacher, draft, optimiser, dtype),
+      saves,
+      best,
+    )
+    state = _state(job, draft.params, optimiser)
+    del draft  # its parameters are the state's now
+    at = int(state.step), int(state.micro)
+    trainlog.describe(folder, at[0])
+    if at[0] or at[1]:
+      terminal.note(out, f"going on from step {at[0]} of {config.steps}")
+    log = enter(trainlog.opened(folder, at[0]))
+    with _asked_to_stop() as asked:
+      at = session.train(job, fed, state, at, log, asked)
+      checkpoint.wait(saves)
+    trainlog.picture(log, config.loss, config.steps)
+    if asked:
+      name, again = signal.Signals(asked[0]).name, shlex.join(sys.orig_argv)
+      terminal.note(out, f"{name}: saved at step {at}; to go on, type: {again}")
+      return 128 + asked[0]
+    _finish(job, fed, log)
+  return 0
+
+
+def _state(job, params, optimiser):
+  """The newest checkpoint's `step.State`, else the first, which is saved."""
+  start = functools.partial(step.start, optimiser=optimiser)
+  number = checkpoint.latest(job.saves)
+  if number is not None:
+    return checkpoint.restore(job.saves, number, jax.eval_shape(start, params))
+  state = start(params)
+  session.save(job, state, 0)
+  checkpoint.wait(job.saves)
+  return state
+
+
+def _ids(saves, digest):
+  """The vocabulary map of the newest checkpoint, None: none, or no checkpoint.
+
+  Raises:
+    UserError: its data is not what there is now (B18).
+  """
+  number = checkpoint.latest(saves)
+  if number is None:
+    return None
+  kept = checkpoint.meta(saves, number)
+  if kept["data"] != digest:
+    raise UserError(
+      f"the data is not what the run in {saves.directory.parent} began with:"
+      " a file of prompts or texts, or the target, has changed; name a new"
+      " --workdir, or put it back"
+    )
+  return kept["ids"] and tuple(kept["ids"])
+
+
+def _check_folder(folder, config):
+  """Raise UserError unless a run of this config is there, or none."""
+  before = trainlog.config_of(folder)
+  if before is None:
+    return
+  saved = checkpoint.numbers(folder / SAVES)
+  if not saved and trainlog.read(folder):
+    raise UserError(
+      f"{folder} has metrics of a run but none of its checkpoints: put them"
+      f" back into {folder / SAVES}, or name a new --workdir"
+    )
+  changed = recipe.differing(before, recipe.plain(config))
+  if saved and changed:
+    raise UserError(
+      f"--workdir={folder} holds a run of another config"
+      f" ({'; '.join(changed)}); name a new --workdir, or set these back"
+    )
+
+
+def programs(config, teacher, draft, optimiser, dtype):
+  """Return the `step.Steps` of a run.
+
+  Args:
+    teacher: a `load.Model`; draft: a `Student`.
+    optimiser: of `step.optimiser`; dtype: what the draft computes in.
+  """
+  own, most = config.optimiser, config.steps
+  warmup = round(own.warmup * most)
+  return step.make(
+    teacher.target,
+    step.lm(draft.model),
+    student.merged,
+    optimiser,
+    step.learning_rate(own.learning_rate, warmup, most),
+    schedule=config.loss,
+    steps=most,
+    log_every=config.log_every,
+    dtype=dtype,
+    sampling=recipe.sampling(config),
+    draft_temperature=recipe.draft_temperature(config),
+    ids=draft.ids,
+    chunk=config.chunk,
+  )
+
+
+def _costs(config, folder, draft, teacher, out):
+  """The `timing.Costs` of a run: given, or measured once and kept with it."""
+  K = config.draft.num_tokens
+  if config.costs.verify:
+    return costs.given(config.costs, K)
+  path = folder / "costs.json"
+  if path.exists():
+    return _costs_of(json.loads(path.read_text()))
+  found = costs.measured(
+    draft,
+    draft.params,
+    teacher,
+    num_draft=K,
+    slots=generate.num_slots(teacher.config.context, config.length, K),
+    context=config.length // 2,
+    sampling=dict(config.sampling),
+    track=terminal.track(out, "timing a round"),
+  )
+  trainlog.write(path, json.dumps(found._asdict()) + "\n")
+  return found
+
+
+def _costs_of(kept):
+  """The `timing.Costs` of its JSON."""
+  one = lambda x: timing.Cost(*x)
+  curve = lambda found: {int(n): one(x) for n, x in found.items()}
+  return timing.Costs(
+    plain=one(kept["plain"]),
+    target=curve(kept["target"]),
+    draft=one(kept["draft"]),
+    round=curve(kept["round"]),
+    **{key: kept[key] for key in ("batch", "context", "modelled")},
+  )
+
+
+@contextlib.contextmanager
+def _asked_to_stop():
+  """Give a list, which gets the number of the first SIGINT or SIGTERM.
+
+  The second one is a KeyboardInterrupt.
+  """
+  asked = []
+
+  def heard(number, frame):
+    if asked:
+      raise KeyboardInterrupt
+    asked.append(number)
+
+  kinds = signal.SIGINT, signal.SIGTERM
+  before = {kind: signal.signal(kind, heard) for kind in kinds}
+  try:
+    yield asked
+  finally:
+    for kind, handler in before.items():
+      signal.signal(kind, handler)
+
+
+def _finish(job, fed, log):
+  """Export the best parameters and print what came of the run."""
+  config, number = job.config, checkpoint.latest(job.best)
+  told = checkpoint.meta(job.best, number)
+  params = checkpoint.restore(job.best, number, job.student.params)
+  export.save(
+    job.folder / DRAFT,
+    job.student,
+    params,
+    teacher=job.teacher,
+    reference=config.target,
+    card={
+      "Training": {
+        "step": f"{told['step']} of {config.steps}, the best by predicted S",
+        "command": shlex.join(sys.orig_argv),
+      },
+      "Held-out texts": told["scalars"],
+      "Config": recipe.plain(config),
+      "Versions": runtime.versions(),
+    },
+  )
+  rows = summary.rows(
+    config, job.folder, log.rows, told["step"], fed, job.costs
+  )
+  terminal.table(job.out, rows)
