@@ -225,6 +225,15 @@ def best(kind, made, steps):
   return np.stack(found)
 
 
+def best_rate(made, Q):
+  """Which of Q [toys, rates, V, V] has the most tokens a call in the mean."""
+  every = [
+    [exact(toy.P, q)[1] for q in some]
+    for toy, some in zip(made, Q, strict=True)
+  ]
+  return int(np.mean(every, 0).argmax())
+
+
 def numbers(made, Q):
   """{name: list by seed} of a draft's laws Q [toys, V, V]."""
   alpha, tokens, alike = zip(
