@@ -316,6 +316,10 @@ def test_match_rate_of_a_transformer_lies_between_its_bounds():
   "change, message",
   [
     (dict(repetition_penalty=0.0), "repetition_penalty must be > 0"),
+    (dict(repetition_penalty=1e-38), "repetition_penalty must be > 0"),
+    (dict(frequency_penalty=1e39), "frequency_penalty must be finite"),
+    (dict(temperature=1e39), "temperature must be >= 0"),
+    (dict(min_new_tokens=3 * 10**9), "min_new_tokens must be >= 0 and <"),
     (dict(presence_penalty=np.nan), "presence_penalty must be finite"),
     (dict(frequency_penalty=np.inf), "frequency_penalty must be finite"),
     (dict(min_new_tokens=-1), "min_new_tokens must be >= 0"),
@@ -332,6 +336,7 @@ def test_values_outside_their_range(change, message):
     ({7: 1.0}, (), "token id 7 is outside 0..6"),
     ({}, (-1,), "token id -1"),
     ({1: np.inf}, (), "bias of token 1 must be finite or -inf"),
+    ({1: 1e39}, (), "bias of token 1 must be finite or -inf"),
   ],
 )
 def test_bad_bias(values, banned, message):

@@ -132,6 +132,16 @@ def test_each_place_of_an_answer(monkeypatch, draft, chunk):
       assert found.finish_reason == "stop"
 
 
+def test_half_a_character_ends_an_answer_wherever_chunks_end():
+  """What a token completes counts, though the next one undoes it."""
+  tok = _model().tokenizer
+  ids = tokenizer.encode(tok, "a\u00e9b", special=False)
+  assert "\ufffd" not in tokenizer.decode(tok, ids)
+  assert "\ufffd" in tokenizer.decode(tok, ids[:2])
+  whole = stops.first(tok, ids, ("\ufffd",))
+  assert whole == stops.first(tok, ids[:2], ("\ufffd",)) == (2, "a", "\ufffd")
+
+
 def test_both_decoders_stop_alike():
   """B30: at T = 0 and in coupled mode, in a batch of unlike rows."""
   todo = _todo("a", "To be, or not", ("x" * 30, "y"), seeds=[1, 2, 3])
