@@ -84,7 +84,8 @@ def wait(manager):
 def _told(folder):
   """Turn what Orbax and TensorStore raise into one line."""
   try:
-    yield
+    with _quiet():
+      yield
   except Exception as e:  # of many kinds, background threads' too
     raise UserError(
       f"cannot write a checkpoint into {folder}: {_short(e)}; the ones before"
@@ -188,27 +189,36 @@ def _same(held, wanted, folder):
 
 
 @contextlib.contextmanager
-def _damage(manager, number):
-  """Turn what reading a damaged checkpoint raises into what to do."""
+def _quiet():
+  """Keep from the screen what is behind an error that is told in one line."""
   hook = sys.unraisablehook
 
   def told(unraisable):
-    # reads that are under way when another one fails report to a loop that
-    # Orbax has closed by then, a traceback each
+    # reads and writes that are under way when another one fails report to a
+    # loop that Orbax has closed by then, a traceback each
     if "Event loop is closed" not in str(unraisable.exc_value):
       hook(unraisable)
 
   sys.unraisablehook = told
+  yield
+  # not where something was raised: some reads and writes end later
+  sys.unraisablehook = hook
+
+
+@contextlib.contextmanager
+def _damage(manager, number):
+  """Turn what reading a damaged checkpoint raises into what to do."""
   try:
-    yield
-    sys.unraisablehook = hook
+    with _quiet():
+      yield
   except UserError:
     raise
-  except Exception as e:  # the hook stays: some reads end later
+  except Exception as e:
     folder = manager.directory / str(number)
     others = [n for n in manager.all_steps() if n < number]
-    then = f"go on from {max(others)}" if others else "start anew"
+    then = "put it back, or name a new --workdir"  # its run has nothing else
+    if others:
+      then = f"delete that folder to go on from {max(others)}"
     raise UserError(
-      f"the checkpoint {folder} is damaged ({_short(e)}); delete that folder to"
-      f" {then}"
+      f"the checkpoint {folder} is damaged ({_short(e)}); {then}"
     ) from e

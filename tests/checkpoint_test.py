@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import types
 
 import jax
 import jax.numpy as jnp
@@ -219,7 +220,9 @@ def _bad_meta(folder):
 @pytest.mark.parametrize(
   "damage", [_cut, _flip, _no_data, _no_tree, _no_meta, _bad_meta]
 )
-@pytest.mark.parametrize("numbers, then", [((1, 2), "from 1"), ((2,), "anew")])
+@pytest.mark.parametrize(
+  "numbers, then", [((1, 2), "from 1"), ((2,), "new --workdir")]
+)
 def test_a_damaged_one_is_named(tmp_path, damage, numbers, then):
   """Never taken for whole, nor silently passed over for an older one (B17)."""
   _keep(tmp_path, {n: _tree(n) for n in numbers})
@@ -236,6 +239,22 @@ def test_a_damaged_one_is_named(tmp_path, damage, numbers, then):
     assert checkpoint.latest(manager) == (1 if 1 in numbers else None)
     if 1 in numbers:
       _same(checkpoint.restore(manager, 1, _tree()), _tree(1))
+
+
+@pytest.mark.parametrize("of", ["told", "damage"])
+def test_what_ends_later_is_not_shown(tmp_path, monkeypatch, of):
+  """Of reads and writes that a failed one leaves behind (B36)."""
+  shown = []
+  monkeypatch.setattr(sys, "unraisablehook", shown.append)
+  late = lambda text: types.SimpleNamespace(exc_value=RuntimeError(text))
+  with checkpoint.opened(tmp_path, 2) as m:
+    within = checkpoint._damage(m, 2) if of == "damage" else checkpoint._told(m)
+    with pytest.raises(UserError), within:
+      raise OSError("No space left on device")
+    sys.unraisablehook(late("Event loop is closed"))
+    assert not shown
+    sys.unraisablehook(late("something else"))
+  assert len(shown) == 1
 
 
 def test_another_format(tmp_path, monkeypatch):
