@@ -35,6 +35,12 @@ def opened(folder, keep):
   """
   # it logs each failure at length before raising it
   logging.getLogger("absl").setLevel(logging.CRITICAL)
+  with _quiet(), _opened(folder, keep) as manager:
+    yield manager
+
+
+@contextlib.contextmanager
+def _opened(folder, keep):
   with _told(folder):
     manager = ocp.CheckpointManager(
       Path(folder).absolute(),
@@ -53,6 +59,23 @@ def opened(folder, keep):
     raise
   with _told(folder):
     manager.close()
+
+
+@contextlib.contextmanager
+def _quiet():
+  """Keep from the screen what is behind an error that is told in one line."""
+  hook = sys.unraisablehook
+
+  def told(unraisable):
+    # reads and writes that are under way when another one fails report to a
+    # loop that Orbax has closed by then, a traceback each
+    if "Event loop is closed" not in str(unraisable.exc_value):
+      hook(unraisable)
+
+  sys.unraisablehook = told
+  yield
+  # not where something was raised: some of them end later
+  sys.unraisablehook = hook
 
 
 def save(manager, number, tree, meta):
@@ -84,8 +107,7 @@ def wait(manager):
 def _told(folder):
   """Turn what Orbax and TensorStore raise into one line."""
   try:
-    with _quiet():
-      yield
+    yield
   except Exception as e:  # of many kinds, background threads' too
     raise UserError(
       f"cannot write a checkpoint into {folder}: {_short(e)}; the ones before"
@@ -189,28 +211,10 @@ def _same(held, wanted, folder):
 
 
 @contextlib.contextmanager
-def _quiet():
-  """Keep from the screen what is behind an error that is told in one line."""
-  hook = sys.unraisablehook
-
-  def told(unraisable):
-    # reads and writes that are under way when another one fails report to a
-    # loop that Orbax has closed by then, a traceback each
-    if "Event loop is closed" not in str(unraisable.exc_value):
-      hook(unraisable)
-
-  sys.unraisablehook = told
-  yield
-  # not where something was raised: some reads and writes end later
-  sys.unraisablehook = hook
-
-
-@contextlib.contextmanager
 def _damage(manager, number):
   """Turn what reading a damaged checkpoint raises into what to do."""
   try:
-    with _quiet():
-      yield
+    yield
   except UserError:
     raise
   except Exception as e:
