@@ -33,8 +33,9 @@ def opened(folder, keep):
   Raises:
     UserError: the folder, or what was being saved, cannot be written.
   """
-  # it logs each failure at length before raising it
-  logging.getLogger("absl").setLevel(logging.CRITICAL)
+  # they log each failure at length, before it is raised or after
+  for name in ("absl", "asyncio"):
+    logging.getLogger(name).setLevel(logging.CRITICAL)
   with _quiet(), _opened(folder, keep) as manager:
     yield manager
 

@@ -3,7 +3,10 @@
 A failing disk is a limit on the size of files, which the kernel enforces.
 """
 
+import asyncio
 import functools
+import gc
+import logging
 import resource
 import shutil
 import subprocess
@@ -253,6 +256,17 @@ def test_a_closed_loop_is_not_shown(tmp_path, monkeypatch):
   assert not shown
   sys.unraisablehook(late("something else"))
   assert len(shown) == 1
+
+
+def test_a_lost_write_is_not_shown(tmp_path, caplog):
+  """asyncio logs each failed write but the one that is told of (B36)."""
+  logging.getLogger("asyncio").setLevel(logging.NOTSET)
+  with checkpoint.opened(tmp_path, 2):
+    loop = asyncio.new_event_loop()
+    loop.create_future().set_exception(OSError("No space left on device"))
+    gc.collect()
+    loop.close()
+  assert not caplog.records
 
 
 def test_another_format(tmp_path, monkeypatch):
