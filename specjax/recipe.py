@@ -1,5 +1,6 @@
 """A training config: what it asks for, refused before anything is loaded."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -134,6 +135,12 @@ def draft_temperature(config):
 def plain(config):
   """Return a config's keys and values as JSON would give them back."""
   return json.loads(json.dumps(cli.flatten(config), default=str))
+
+
+def digest(config):
+  """Return a hash of all that decides a run's result, see `differing`."""
+  found = {k: x for k, x in plain(config).items() if k not in _FREE}
+  return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
 
 
 def differing(old, new):

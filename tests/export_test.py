@@ -426,6 +426,8 @@ def test_it_is_no_target(tmp_path):
   names = safetensors.safe_open(folder / exported.WEIGHTS, "np").keys()
   assert "model.embed_tokens.weight" not in names
   (folder / exported.FILE).unlink()
+  message = _refused(load.opened, str(folder), draft=True)
+  assert f"{folder} lacks specjax.json; copy the whole folder again" in message
   (folder / exported.WEIGHTS).rename(folder / "model.safetensors")
   message = _refused(load.opened, str(folder))
   assert "is a draft without its specjax.json" in message
