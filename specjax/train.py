@@ -73,12 +73,13 @@ def _run(config, folder):
   with shards.shown(out, "sampling answers") as watch:
     found = feed.collect(config, teacher, watch)
     fed = feed.split(config, found, watch.note)
+    digest = feed.digest(fed)
   with contextlib.ExitStack() as open_files:
     enter = open_files.enter_context
     workdir.begin(folder, config)
     saves = enter(checkpoint.opened(folder / SAVES, config.checkpoint.keep))
     best = enter(checkpoint.opened(folder / BEST, 1))
-    ids = _ids(saves, feed.digest(fed))
+    ids = _ids(saves, digest)
     bar = terminal.track(out, "reading the draft's weights")
     draft = student.make(config, teacher, fed.train, ids=ids, track=bar)
     optimiser = step.optimiser(config.optimiser, config.steps)
@@ -88,7 +89,7 @@ def _run(config, folder):
       out,
       teacher,
       draft._replace(params=jax.eval_shape(lambda x: x, draft.params)),
-      feed.digest(fed),
+      digest,
       _costs(config, folder, draft, teacher, out),
       programs(config, teacher, draft, optimiser, dtype),
       saves,
