@@ -26,6 +26,7 @@ def get_config(arg=""):
   c.draft.head = 8192
   c.draft.num_tokens = 6
   c.data.max_new = 160
+  c.decode_with = "configs/smollm2.py"
   c.steps = 2000
   c.optimiser.learning_rate = 1e-3
   c.evaluation.every = 200

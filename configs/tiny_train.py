@@ -2,6 +2,9 @@ r"""A tiny random pair, trained in seconds: the whole path, no download.
 
   python train_draft.py --config=configs/tiny_train.py --workdir=runs/tiny
 
+It shows the path and no speed-up: a target of this size is not slower than its
+draft. The costs that it is judged by are those of a real pair.
+
 The target's weights are random, and cold sampling makes a language of them
 that is mostly a table of which token follows which. The draft begins as the
 first of its three layers, and can learn most of that table.
@@ -53,6 +56,7 @@ def get_config(arg=""):
     temperatures=((_TEMPERATURE, 1.0),),
     held_out=0.2,
   )
+  c.decode_with = "configs/tiny_train.py:decode"
   c.steps = 240
   c.batch_size = 8
   c.accumulate = 2

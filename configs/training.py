@@ -70,6 +70,7 @@ def training():
     every=100,  # steps
     keep=2,  # the newest so many, beside the best
   )
+  c.decode_with = "FILE.py"  # decode.py's config of this target
   c.log_every = 10  # steps
   c.seed = 0
   c.dtype = "auto"  # float32 on a CPU, bfloat16 elsewhere; masters: float32

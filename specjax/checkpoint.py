@@ -33,8 +33,15 @@ def opened(folder, keep):
   Raises:
     UserError: the folder, or what was being saved, cannot be written.
   """
-  # it logs each failure at length before raising it
-  logging.getLogger("absl").setLevel(logging.CRITICAL)
+  # they log each failure at length, before it is raised or after
+  for name in ("absl", "asyncio"):
+    logging.getLogger(name).setLevel(logging.CRITICAL)
+  with _quiet(), _opened(folder, keep) as manager:
+    yield manager
+
+
+@contextlib.contextmanager
+def _opened(folder, keep):
   with _told(folder):
     manager = ocp.CheckpointManager(
       Path(folder).absolute(),
@@ -53,6 +60,23 @@ def opened(folder, keep):
     raise
   with _told(folder):
     manager.close()
+
+
+@contextlib.contextmanager
+def _quiet():
+  """Keep from the screen what is behind an error that is told in one line."""
+  hook = sys.unraisablehook
+
+  def told(unraisable):
+    # reads and writes that are under way when another one fails report to a
+    # loop that Orbax has closed by then, a traceback each
+    if "Event loop is closed" not in str(unraisable.exc_value):
+      hook(unraisable)
+
+  sys.unraisablehook = told
+  yield
+  # not where something was raised: some of them end later
+  sys.unraisablehook = hook
 
 
 def save(manager, number, tree, meta):
@@ -190,25 +214,16 @@ def _same(held, wanted, folder):
 @contextlib.contextmanager
 def _damage(manager, number):
   """Turn what reading a damaged checkpoint raises into what to do."""
-  hook = sys.unraisablehook
-
-  def told(unraisable):
-    # reads that are under way when another one fails report to a loop that
-    # Orbax has closed by then, a traceback each
-    if "Event loop is closed" not in str(unraisable.exc_value):
-      hook(unraisable)
-
-  sys.unraisablehook = told
   try:
     yield
-    sys.unraisablehook = hook
   except UserError:
     raise
-  except Exception as e:  # the hook stays: some reads end later
+  except Exception as e:
     folder = manager.directory / str(number)
     others = [n for n in manager.all_steps() if n < number]
-    then = f"go on from {max(others)}" if others else "start anew"
+    then = "put it back, or name a new --workdir"  # its run has nothing else
+    if others:
+      then = f"delete that folder to go on from {max(others)}"
     raise UserError(
-      f"the checkpoint {folder} is damaged ({_short(e)}); delete that folder to"
-      f" {then}"
+      f"the checkpoint {folder} is damaged ({_short(e)}); {then}"
     ) from e

@@ -134,9 +134,7 @@ def _stored(config, params, dtype):
   if untie and config.tied:
     params = {**params, "head": params["embed"].T}
   if config.block != block:
-    params = jax.tree_util.tree_map_with_path(
-      lambda path, x: weights.stored(path[-1].key, x, block), params
-    )
+    params = weights.in_blocks(params, block)
   params = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
   config = weights.as_loaded(config, untie, block)
   return transformer.make(config, jnp.dtype(dtype)), params

@@ -204,7 +204,7 @@ def given(tok, path, *, as_chat, most):
   Args:
     tok: a `Tokenizer`; path: the file, "-" for standard input.
     as_chat: render prompts and answers through the chat template.
-    most: tokens of a sequence; an answer is cut there.
+    most: tokens of a sequence; an answer is cut there, to no less than one.
 
   Raises:
     UserError: a row that is neither, each with its line.
@@ -212,7 +212,8 @@ def given(tok, path, *, as_chat, most):
   rows = []
   for row, where, number in prompts.rows(path):
     prompt, answer = _given(tok, row, where, number, as_chat)
-    room = max(most - len(prompt), 0)
+    # behind a prompt that is too long, one token: it has an answer all the same
+    room = max(most - len(prompt), 1)
     rows.append((prompt, answer[:room], np.nan))
   if not rows:
     raise UserError(f"{path} holds no sequences")

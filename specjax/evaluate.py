@@ -21,6 +21,7 @@ import numpy as np
 from specjax import forced, losses, objective, predict, trajectories
 from specjax import sampling as laws
 from specjax import student as students
+from specjax.drafters import lm
 
 RULES = ("token", "block")
 
@@ -159,7 +160,7 @@ def _pass(target, model, params, own_params, batch, at, own, *, ids, chunk):
   B, T = batch.tokens.shape
   places = jnp.broadcast_to(jnp.arange(T), (B, T))
   teacher, _, _ = target.apply(params, batch.tokens, places, None)
-  known = jnp.minimum(batch.tokens, model.vocab_size - 1)  # as drafters/lm.py
+  known = lm.known(model, batch.tokens)
   student, _, _ = model.apply(own_params, known, places, None)
   law = jax.vmap(jax.vmap(laws.probabilities, (0, None)))
 

@@ -104,11 +104,17 @@ def check_folder(folder):
   folder = Path(os.path.realpath(folder))
   if not folder.exists():
     return
-  found = {p.name for p in folder.iterdir()} if folder.is_dir() else {"it"}
+  if not folder.is_dir():
+    raise UserError(
+      f"cannot export to {folder}: it is a file; choose another folder"
+    )
+  found = {p.name for p in folder.iterdir()}
   if found and not {_CONFIG} <= found <= _FILES:
+    foreign = ", ".join(sorted(found - _FILES)[:3])
+    why = f"holds {foreign}" if foreign else f"has no {_CONFIG}"
     raise UserError(
       f"cannot export to {folder}: there is something else than an earlier"
-      " export; choose another folder"
+      f" export, it {why}; choose another folder"
     )
 
 

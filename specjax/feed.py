@@ -17,6 +17,7 @@ from specjax.errors import UserError
 from specjax.models import hub
 
 CACHE = "trajectories"  # in the user's cache folder
+DRAFTED = "drafted"  # in a run's: what the draft answered
 PART = 2048  # prompts with a cache of their own: more prompts keep it
 
 
@@ -119,7 +120,7 @@ def refresh(config, feed, step, folder, make):
     return feed
   every = config.data.refresh_every
   number = step // every
-  kept = Path(folder) / "drafted"
+  kept = Path(folder) / DRAFTED
   settings = {"source": "draft", "refresh": number}
   if step % every:
     where = kept / shards.name(settings)

@@ -53,6 +53,8 @@ def _drafted(law):
   said = f"{law['accepted']} of {law['tested']} tested drafts accepted"
   if law["tested"] < law["samples"] / 10:
     said += ": hardly anything is drafted behind this prompt, try another"
+  elif law["accepted"] < law["tested"] / 50:
+    said += ": the draft agrees with hardly anything, little is tested"
   return said
 
 

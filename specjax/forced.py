@@ -16,6 +16,7 @@ from jax import lax
 
 from specjax import loop, sampling, types
 from specjax.cache import prefill
+from specjax.drafters import lm
 
 ROWS = 64  # tokens a target call of the pass, all rows together
 
@@ -110,7 +111,7 @@ def _begin(target, draft, params, draft_params, text):
   cache = prefill(target, params, text.tokens, text.prompt_length)
   if draft is None:
     return _State(cache, None, history)
-  known = jnp.minimum(text.tokens, draft.vocab_size - 1)
+  known = lm.known(draft, text.tokens)
   draft_cache = prefill(draft, draft_params, known, text.prompt_length)
   return _State(cache, draft_cache, history)
 
@@ -146,7 +147,7 @@ def _chunk(
   if draft is None:
     return _State(cache, None, history), (log_p, [])
 
-  known = jnp.minimum(fed, draft.vocab_size - 1)
+  known = lm.known(draft, fed)
   hidden, _, draft_cache = draft.apply(
     draft_params, known, where, state.draft_cache
   )

@@ -246,43 +246,51 @@ def expected_length(log_ratio, alpha, weights, *, num_draft, verifier="block"):
     block:  E[N] = 1 + sum_{j<=K} min_{0<=i<=j} rho_1 ... rho_i
 
   in the mean over texts, which do not depend on the draft: the derivative goes
-  straight through. All starts count alike, as rounds' starts do not; compare
-  drafts by `theory.expected_rounds_along`. A round ends where weights are 0,
-  behind the last position, and at a token of p(x) = 0.
+  straight through. All starts count alike, as rounds' starts do not: tokens a
+  call may fall while this rises; `renewal.expected_rounds` is what counts.
 
   Args:
     log_ratio: [..., T] ln rho of the token at each position, of `log_ratio`.
     alpha: [..., T] of `acceptance`.
-    weights: [..., T]; where they are 0 the others may be anything.
+    weights: [..., T]. Where they are 0 the others may be anything; a round ends
+      there, behind the last position, and at a token of p(x) = 0.
     num_draft: K.
     verifier: "token" or "block".
 
   Returns:
     [..., T], by start, times weights.
   """
+  A = jnp.exp(log_survival(log_ratio, weights, num_draft, verifier))
+  if verifier == "block":
+    return weighted(-A.sum(0), weights)
+  alpha = jnp.where(weights > 0, alpha, 0)
+  length = A[0] + sum(A[i] * _ahead(alpha, i, 0) for i in range(num_draft))
+  return weighted(-length, weights)
+
+
+def log_survival(log_ratio, weights, num_draft, verifier):
+  """ln P(the first j drafted tokens are kept | text) [K + 1, ..., T]."""
   if verifier not in ("token", "block"):
     raise ValueError(f"verifier must be token or block, not {verifier!r}")
-  there = weights > 0
-  log_rho = jnp.where(there & (log_ratio != jnp.inf), log_ratio, -jnp.inf)
-  alpha = jnp.where(there, alpha, 0)
-
-  def ahead(x, i, end):
-    """x of the i-th position from each start."""
-    more = jnp.full((*x.shape[:-1], i), end, x.dtype)
-    return jnp.concatenate([x[..., i:], more[..., : x.shape[-1]]], -1)
-
-  length = survival = jnp.ones_like(alpha)
-  log_product = log_survival = jnp.zeros_like(alpha)
+  real = (weights > 0) & (log_ratio != jnp.inf)
+  log_rho = jnp.where(real, log_ratio, -jnp.inf)
+  log_A = log_product = jnp.zeros_like(log_rho)
+  found = [log_A]
   for i in range(num_draft):
-    log_rho_i = ahead(log_rho, i, -jnp.inf)
+    log_rho_i = _ahead(log_rho, i, -jnp.inf)
     if verifier == "token":
-      length = length + survival * ahead(alpha, i, 0)
-      survival = survival * jnp.exp(_least(0.0, log_rho_i))
+      log_A = log_A + _least(0.0, log_rho_i)
     else:
       log_product = log_product + log_rho_i
-      log_survival = jnp.minimum(log_survival, log_product)
-      length = length + jnp.exp(log_survival)
-  return weighted(-length, weights)
+      log_A = jnp.minimum(log_A, log_product)
+    found.append(log_A)
+  return jnp.stack(found)
+
+
+def _ahead(x, i, end):
+  """x of the i-th position from each start, `end` behind the last."""
+  more = jnp.full((*x.shape[:-1], i), end, x.dtype)
+  return jnp.concatenate([x[..., i:], more[..., : x.shape[-1]]], -1)
 
 
 def weighted(values, weights):

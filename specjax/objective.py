@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from specjax import losses
+from specjax import losses, renewal
 
 LOSSES = {
   loss.__name__: loss
@@ -29,6 +29,7 @@ LOSSES = {
     losses.likelihood_hybrid,
     losses.tvd_plus_plus,
     losses.expected_length,
+    renewal.expected_rounds,
   )
 }
 
@@ -99,8 +100,7 @@ def total(schedule, fraction, teacher, student, weights, labels=None, **how):
     teacher, student: [B, T, D], [B, T, Dq] hidden states; the first constants.
     weights: [B, T], of the label of each position; where they are 0 hidden
       states may hold NaN.
-    labels: [B, T] the token that follows each position; needed by
-      "expected_length".
+    labels: [B, T] the token behind each position; losses along rows need it.
     **how: keywords of `positions`.
 
   Raises:
@@ -108,23 +108,23 @@ def total(schedule, fraction, teacher, student, weights, labels=None, **how):
   """
   branches = []
   for name, _, options in _entries(schedule):
-    if name == "expected_length":
-      if labels is None:
-        raise ValueError("expected_length needs the labels")
-      args = options, teacher, student, weights, labels
-      branches.append(functools.partial(_by_starts, *args, **how))
-    else:
-      equation = functools.partial(LOSSES[name].equation, **options)
-      args = equation, teacher, student, weights
+    equation = getattr(LOSSES[name], "equation", None)
+    loss = functools.partial(equation or LOSSES[name], **options)
+    args = loss, teacher, student, weights
+    if equation:
       branches.append(functools.partial(_by_positions, *args, **how))
+    elif labels is None:
+      raise ValueError(f"{name} needs the labels")
+    else:
+      branches.append(functools.partial(_by_starts, *args, labels, **how))
   # not under vmap: there every branch would be computed
   return lax.switch(phase(schedule, fraction), branches)
 
 
-def _by_starts(options, teacher, student, weights, labels, **how):
-  """`Sums` of the loss that looks along the row."""
+def _by_starts(loss, teacher, student, weights, labels, **how):
+  """`Sums` of a loss that looks along the row."""
   at = positions(teacher, student, weights, labels, **how)
-  loss = losses.expected_length(at.log_ratio, at.alpha, weights, **options)
+  loss = loss(at.log_ratio, at.alpha, weights)
   alpha = losses.weighted(lax.stop_gradient(at.alpha), weights)
   return Sums(loss.sum(), weights.astype(loss.dtype).sum(), alpha.sum())
 

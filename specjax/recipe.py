@@ -1,6 +1,8 @@
 """A training config: what it asks for, refused before anything is loaded."""
 
+import hashlib
 import json
+from pathlib import Path
 
 import numpy as np
 
@@ -10,7 +12,13 @@ from specjax.runtime import DTYPES
 from specjax.types import Sampling
 
 _SOURCES = ("prompts", "self", "given")
-_FREE = ("log_every", "checkpoint.every", "checkpoint.keep", "data.cache")
+_FREE = (
+  "log_every",
+  "checkpoint.every",
+  "checkpoint.keep",
+  "data.cache",
+  "decode_with",
+)
 
 
 def check(config):
@@ -58,6 +66,8 @@ def _check_data(data, batch_size):
   if data.source != "self" and not data.path:
     what = "prompts" if data.source == "prompts" else "texts"
     raise UserError(f"no data: type --config.data.path=FILE.jsonl of {what}")
+  if data.path not in ("", "-") and not Path(data.path).is_file():
+    raise UserError(f"--config.data.path={data.path}: there is no such file")
   for key in ("limit", "count", "max_user"):
     _least(f"data.{key}", data[key], 0 if key == "limit" else 1)
   if not 0 < data.held_out < 1:
@@ -125,6 +135,12 @@ def draft_temperature(config):
 def plain(config):
   """Return a config's keys and values as JSON would give them back."""
   return json.loads(json.dumps(cli.flatten(config), default=str))
+
+
+def digest(config):
+  """Return a hash of all that decides a run's result, see `differing`."""
+  found = {k: x for k, x in plain(config).items() if k not in _FREE}
+  return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
 
 
 def differing(old, new):

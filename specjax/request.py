@@ -52,7 +52,7 @@ def make(
     presence_penalty=presence_penalty,
     frequency_penalty=frequency_penalty,
   )
-  check(**values, **penalties, min_new_tokens=min_new_tokens)
+  check(**values, **penalties, min_new_tokens=min_new_tokens, max_new=max_new)
   if len(stop_ids) > types.STOP_IDS:
     raise ValueError(
       f"at most {types.STOP_IDS} stop ids, got {len(stop_ids)}: {stop_ids}"
@@ -131,14 +131,17 @@ def bias_of(vocab_size, values, banned=()):
   """Return the bias [V] of {token id: added logit} and some banned ids.
 
   Raises:
-    ValueError: an id outside the vocabulary, or a value that is not finite.
+    ValueError: an id outside the vocabulary, or a value that is too large.
   """
   bias = np.zeros(vocab_size, np.float32)
   for token, value in [*values.items(), *((i, -np.inf) for i in banned)]:
     if not 0 <= token < vocab_size:
       raise ValueError(f"token id {token} is outside 0..{vocab_size - 1}")
-    if np.isnan(value) or value == np.inf:
-      raise ValueError(f"the bias of token {token} must be finite or -inf")
+    if value != -np.inf and not abs(value) <= _LARGE:
+      raise ValueError(
+        f"the bias of token {token} must be finite or -inf, within"
+        f" +-{_LARGE:g}, got {value:g}"
+      )
     bias[token] += value
   return bias
 
@@ -160,14 +163,24 @@ def check(**values):
       raise ValueError(f"{name} must be {rule}, got {value}")
 
 
+_LARGE = 1e6  # with more, float32 logits come to their end
+_WHOLE = 2**31 - 1
+_small = lambda x: abs(x) <= _LARGE
 _RULES = {
-  "temperature": (">= 0 and finite", lambda x: x >= 0),
+  "temperature": (
+    f">= 0 and finite, up to {_LARGE:g}",
+    lambda x: (x >= 0) & _small(x),
+  ),
   "top_p": ("in (0, 1]", lambda x: (x > 0) & (x <= 1)),
   "min_p": ("in [0, 1]", lambda x: (x >= 0) & (x <= 1)),
-  "repetition_penalty": ("> 0 and finite", lambda x: x > 0),
-  "presence_penalty": ("finite", lambda x: x == x),
-  "frequency_penalty": ("finite", lambda x: x == x),
-  "min_new_tokens": (">= 0", lambda x: x >= 0),
+  "repetition_penalty": (
+    f"> 0 and finite, within {1 / _LARGE:g}..{_LARGE:g}",
+    lambda x: (x >= 1 / _LARGE) & _small(x),
+  ),
+  "presence_penalty": (f"finite, within +-{_LARGE:g}", _small),
+  "frequency_penalty": (f"finite, within +-{_LARGE:g}", _small),
+  "min_new_tokens": (">= 0 and < 2^31", lambda x: (x >= 0) & (x <= _WHOLE)),
+  "max_new": ("< 2^31", lambda x: x <= _WHOLE),
 }
 
 

@@ -188,11 +188,16 @@ def _judge(job, fed, state, now, row):
   score, number = evaluate.score(found), checkpoint.latest(best)
   if number is None or score > checkpoint.meta(best, number)["score"]:
     told = {"step": now, "score": score, "scalars": evaluate.scalars(found)}
-    checkpoint.save(best, now, state.params, told)
+    checkpoint.save(best, now, state.params, told | identity(job))
     # before a checkpoint of this step is: a run that goes on from that one
     # does not come here again
     checkpoint.wait(best)
   return row | evaluate.scalars(found)
+
+
+def identity(job):
+  """What tells this run's best draft from another run's."""
+  return {"data": job.digest, "config": recipe.digest(job.config)}
 
 
 def save(job, state, number):

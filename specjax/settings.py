@@ -19,6 +19,11 @@ def decoders(config):
 
 def check(config):
   """Raise UserError, naming the key, for a value outside its range."""
+  if "decoder" not in config:
+    raise UserError(
+      "--config is one of train_draft.py; decode with one such as"
+      " configs/smollm2.py or configs/tiny_train.py:decode"
+    )
   _one_of("decoder", config.decoder, ("both", *DECODERS))
   _one_of("dtype", config.dtype, DTYPES)
   _one_of("verifier", config.verifier, types.VERIFIERS)

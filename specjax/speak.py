@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import cache, generate, request, trajectories, types
+from specjax.drafters import lm
 
 _CHUNK_STEPS = 8  # target calls between two chances for Ctrl-C
 _SLOT_STEP = 2 * cache.PREFILL  # few programs, and few slots that none needs
@@ -202,7 +203,7 @@ def _widened(draft, vocab_size, ids):
   """A draft as a `Target` that speaks in the target's vocabulary."""
 
   def apply(params, tokens, positions, cache, *, features=()):
-    known = jnp.minimum(tokens, draft.vocab_size - 1)  # as in drafters/lm.py
+    known = lm.known(draft, tokens)
     return draft.apply(params, known, positions, cache, features=features)
 
   def unembed(params, hidden):

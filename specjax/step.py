@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from specjax import objective
+from specjax.drafters import lm as drafting
 
 
 class Forward(NamedTuple):
@@ -35,7 +36,7 @@ def lm(model):
 
   def hidden(params, batch, teacher_hidden, taps):
     del teacher_hidden, taps
-    tokens = jnp.minimum(batch.tokens, model.vocab_size - 1)
+    tokens = drafting.known(model, batch.tokens)
     return model.apply(params, tokens, _positions(tokens), None)[0]
 
   return Forward((), hidden, model.unembed)

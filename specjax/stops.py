@@ -24,8 +24,7 @@ def first(tok, ids, texts, *, seen=0, minimum=0):
   if not texts or len(ids) <= seen:
     return None
   behind = len(tokenizer.decode(tok, ids[:minimum])) if minimum else 0
-  if _found(tokenizer.decode(tok, ids), texts, behind) is None:
-    return None
+  # each prefix: what a token completes, the next may undo (half a character)
   for count in range(seen + 1, len(ids) + 1):
     text = tokenizer.decode(tok, ids[:count])
     if found := _found(text, texts, behind):

@@ -63,7 +63,7 @@ def as_model(student, params, teacher):
 def check(asked):
   """Raise UserError for a config's `draft` that says no draft to train.
 
-  What needs the target or its data to be known is left to `make`.
+  What needs the target is left to `check_target`, its data to `make`.
   """
   if asked.name != "lm":
     raise UserError(f"--config.draft.name must be lm, got {asked.name!r}")
@@ -86,6 +86,22 @@ def check(asked):
     )
   if asked.head < 0:
     raise UserError(f"--config.draft.head must be at least 0, got {asked.head}")
+
+
+def check_target(asked, opened):
+  """Raise UserError for a draft that no data would make fit its target.
+
+  Args:
+    asked: a config's `draft`; opened: the target, a `load.Opened`.
+  """
+  if asked.weights:
+    _opened(asked.weights, opened)
+  elif asked.layers:
+    pair.named_layers(asked.layers, opened.config.layers)
+  else:
+    config = _architecture(asked, opened)
+    if asked.embedding == "shared":
+      _check_shape(config, opened.config)
 
 
 def make(config, teacher, found=None, *, ids=None, track=lambda leaves: leaves):
@@ -140,10 +156,16 @@ def _master(x):
   return jnp.array(x, jnp.float32, copy=True)
 
 
-def _from_weights(reference, teacher, track):
+def _opened(reference, target):
+  """The `load.Opened` of a draft's weights, which fits a target."""
   file = load.opened(reference, draft=True)
-  pair.same_tokens(teacher.tokenizer, file.tokenizer)
-  pair.check_shared(file, teacher.config, reference)
+  pair.same_tokens(target.tokenizer, file.tokenizer)
+  pair.check_shared(file, target.config, reference)
+  return file
+
+
+def _from_weights(reference, teacher, track):
+  file = _opened(reference, teacher)
   lent = None
   if file.lacks and file.lacks.embedding == "shared":
     lent = load.borrowed(file, teacher)
@@ -163,9 +185,9 @@ def _from_layers(asked, teacher):
   return _Start(config, params, None)
 
 
-def _fresh(asked, teacher, seed):
-  """Random numbers; beside a shared embedding, the target's head."""
-  base, given = describe.to_hf(teacher.config), dict(asked.architecture)
+def _architecture(asked, target):
+  """The `Config` of new weights: the target's, but for the keys asked for."""
+  base, given = describe.to_hf(target.config), dict(asked.architecture)
   for key in given:
     if key not in base and key not in ("rope_scaling", "rope_parameters"):
       best = cli.nearest(key, base)
@@ -174,11 +196,17 @@ def _fresh(asked, teacher, seed):
   if given.keys() & {"hidden_size", "num_attention_heads"}:
     base.pop("head_dim")  # it follows from them
   config = families.from_hf(base | given, "config.draft.architecture")
-  if config.vocab_size < teacher.tokenizer.vocab_size:
+  if config.vocab_size < target.tokenizer.vocab_size:
     raise UserError(
       f"config.draft.architecture: vocab_size={config.vocab_size} has no room"
-      f" for the target's {teacher.tokenizer.vocab_size} ids"
+      f" for the target's {target.tokenizer.vocab_size} ids"
     )
+  return config
+
+
+def _fresh(asked, teacher, seed):
+  """Random numbers; beside a shared embedding, the target's head."""
+  config = _architecture(asked, teacher)
   params = transformer.init(config, jax.random.key(seed))
   heads = not config.tied and not teacher.config.tied
   if asked.embedding == "shared" and heads:

@@ -80,7 +80,7 @@ def rows(config, folder, logged, best, fed, costs):
     ("device", f"{device['name']}, {device['cores']} cores"),
     (
       "try it",
-      "python decode.py --config=... --config.draft.name=lm"
+      f"python decode.py --config={config.decode_with} --config.draft.name=lm"
       f" --config.draft.weights={folder / 'draft'}",
     ),
   ]

@@ -162,7 +162,7 @@ def _prediction(report):
       "costs",
       f"a drafted token {ms('drafted_token')}, a target call"
       f" {ms('target_call_1')} on 1 token, {ms(f'target_call_{K + 1}')} on"
-      f" {K + 1} ({C}), the rest of a round {ms('rest_of_a_round')}",
+      f" {K + 1} ({C}), the rest of a round {_rest(costs)}",
     )
   ]
   said = f"{found['tokens_per_call']:.2f} tokens a call"
@@ -176,6 +176,12 @@ def _prediction(report):
   factors = [f"{parts.pop('textbook'):.2f} by E[N] / (1 + K / C)"]
   factors += [f"{factor:.2f} {name}" for name, factor in parts.items()]
   return [*rows, ("predicted", said), ("its parts", " x ".join(factors))]
+
+
+def _rest(costs):
+  if costs["rest_of_a_round"] < 0:
+    return "less than nothing: the machine was busy, measure again"
+  return f"{costs['rest_of_a_round'] * 1e3:.1f} ms"
 
 
 def _interval(found, name):

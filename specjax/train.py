@@ -35,14 +35,15 @@ from specjax import (
   terminal,
   timing,
   trainlog,
+  workdir,
 )
 from specjax.errors import UserError
 from specjax.models import load
 
-SAVES, BEST, DRAFT = "checkpoints", "best", "draft"
+SAVES, BEST, DRAFT = workdir.SAVES, workdir.BEST, workdir.DRAFT
 
 
-def run(config, workdir):
+def run(config, folder):
   """Train the draft of a config, or go on with it, and save what came of it.
 
   Ctrl-C and SIGTERM end the run behind the micro-batch that it is at, saved; a
@@ -52,25 +53,33 @@ def run(config, workdir):
     The exit code: 0 when all steps are done, else 128 + the signal's number.
 
   Raises:
-    UserError: an impossible config, bad data, a folder of another run, a
-      damaged checkpoint, a full disk, a loss that is not finite.
+    UserError: an impossible config, bad data, a folder of another run or one
+      that another process works in, a damaged checkpoint, a full disk, a loss
+      that is not finite.
   """
   recipe.check(config)
-  folder, out = Path(workdir), terminal.console()
-  _check_folder(folder, config)
+  with workdir.locked(folder):
+    return _run(config, Path(folder))
+
+
+def _run(config, folder):
+  workdir.check(folder, config)
+  out = terminal.console()
   dtype = runtime.setup(config.dtype)
   bar = terminal.track(out, "reading weights")
   opened = terminal.open_target(out, config)
+  _check_target(config, opened)
   teacher = load.whole(load.model(opened, dtype=dtype, track=bar))
   with shards.shown(out, "sampling answers") as watch:
     found = feed.collect(config, teacher, watch)
     fed = feed.split(config, found, watch.note)
+    digest = feed.digest(fed)
   with contextlib.ExitStack() as open_files:
     enter = open_files.enter_context
-    trainlog.begin(folder, recipe.plain(config))
+    workdir.begin(folder, config)
     saves = enter(checkpoint.opened(folder / SAVES, config.checkpoint.keep))
     best = enter(checkpoint.opened(folder / BEST, 1))
-    ids = _ids(saves, feed.digest(fed))
+    ids = _ids(saves, digest)
     bar = terminal.track(out, "reading the draft's weights")
     draft = student.make(config, teacher, fed.train, ids=ids, track=bar)
     optimiser = step.optimiser(config.optimiser, config.steps)
@@ -80,7 +89,7 @@ def run(config, workdir):
       out,
       teacher,
       draft._replace(params=jax.eval_shape(lambda x: x, draft.params)),
-      feed.digest(fed),
+      digest,
       _costs(config, folder, draft, teacher, out),
       programs(config, teacher, draft, optimiser, dtype),
       saves,
@@ -93,6 +102,7 @@ def run(config, workdir):
     if at[0] or at[1]:
       terminal.note(out, f"going on from step {at[0]} of {config.steps}")
     log = enter(trainlog.opened(folder, at[0]))
+    workdir.check_best(best, log.rows, session.identity(job))
     with _asked_to_stop() as asked:
       at = session.train(job, fed, state, at, log, asked)
       checkpoint.wait(saves)
@@ -103,6 +113,17 @@ def run(config, workdir):
       return 128 + asked[0]
     _finish(job, fed, log)
   return 0
+
+
+def _check_target(config, opened):
+  """Raise UserError for what can be told before hours of sampling."""
+  context = opened.config.context
+  if config.length > context:
+    raise UserError(
+      f"--config.length={config.length} is more than the target's context;"
+      f" type --config.length={context} or less"
+    )
+  student.check_target(config.draft, opened)
 
 
 def _state(job, params, optimiser):
@@ -136,25 +157,6 @@ def _ids(saves, digest):
   return kept["ids"] and tuple(kept["ids"])
 
 
-def _check_folder(folder, config):
-  """Raise UserError unless a run of this config is there, or none."""
-  before = trainlog.config_of(folder)
-  if before is None:
-    return
-  saved = checkpoint.numbers(folder / SAVES)
-  if not saved and trainlog.read(folder):
-    raise UserError(
-      f"{folder} has metrics of a run but none of its checkpoints: put them"
-      f" back into {folder / SAVES}, or name a new --workdir"
-    )
-  changed = recipe.differing(before, recipe.plain(config))
-  if saved and changed:
-    raise UserError(
-      f"--workdir={folder} holds a run of another config"
-      f" ({'; '.join(changed)}); name a new --workdir, or set these back"
-    )
-
-
 def programs(config, teacher, draft, optimiser, dtype):
   """Return the `step.Steps` of a run.
 
@@ -186,7 +188,7 @@ def _costs(config, folder, draft, teacher, out):
   K = config.draft.num_tokens
   if config.costs.verify:
     return costs.given(config.costs, K)
-  path = folder / "costs.json"
+  path = folder / workdir.COSTS
   if path.exists():
     return _costs_of(json.loads(path.read_text()))
   found = costs.measured(

@@ -22,6 +22,7 @@ from specjax import runtime, terminal
 from specjax.errors import UserError
 
 CONFIG, RUNS, METRICS = "config.json", "runs.jsonl", "metrics.jsonl"
+LOCK = "lock"  # may be all there is, where a run has only begun
 
 
 class Log(NamedTuple):
@@ -56,7 +57,7 @@ def config_of(folder):
     raise UserError(f"--workdir={folder} is a file; name a folder")
   path = folder / CONFIG
   if not path.exists():
-    if folder.exists() and any(folder.iterdir()):
+    if folder.exists() and any(p.name != LOCK for p in folder.iterdir()):
       raise UserError(
         f"--workdir={folder} holds files but no run; name a new folder"
       )

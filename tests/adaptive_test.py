@@ -58,9 +58,10 @@ def _speculate(name, ask, policy, verifier="block", num_draft=K):
   )
 
 
+@pytest.mark.parametrize("verifier", ["token", "block"])
 @pytest.mark.parametrize("draft", [0.0, 0.3])
 @pytest.mark.parametrize("name", ["lm", "ngram"])
-def test_joint_law(name, draft):
+def test_joint_law(name, draft, verifier):
   """Every outcome of successive rounds, each length decided on the way."""
   V, K, T = 3, 2, 4
   p = outcomes.laws(V)
@@ -72,9 +73,8 @@ def test_joint_law(name, draft):
     drafter, params, choices = ngram.make(V), (), 1
   policy = adaptive.Policy(draft, 1 + 0.2 * np.arange(K + 1), 0.1)
   prompt = [0, 1, 2, 0, 1]
-  got = outcomes.joint_law(
-    p, drafter, params, prompt, K=K, T=T, choices=choices, policy=policy
-  )
+  sizes = dict(K=K, T=T, choices=choices, verifier=verifier)
+  got = outcomes.joint_law(p, drafter, params, prompt, policy=policy, **sizes)
   assert outcomes.error(got, outcomes.target_law(p, prompt, T)) < 1e-6
 
 

@@ -3,12 +3,16 @@
 A failing disk is a limit on the size of files, which the kernel enforces.
 """
 
+import asyncio
 import functools
+import gc
+import logging
 import resource
 import shutil
 import subprocess
 import sys
 import textwrap
+import types
 
 import jax
 import jax.numpy as jnp
@@ -219,7 +223,9 @@ def _bad_meta(folder):
 @pytest.mark.parametrize(
   "damage", [_cut, _flip, _no_data, _no_tree, _no_meta, _bad_meta]
 )
-@pytest.mark.parametrize("numbers, then", [((1, 2), "from 1"), ((2,), "anew")])
+@pytest.mark.parametrize(
+  "numbers, then", [((1, 2), "from 1"), ((2,), "new --workdir")]
+)
 def test_a_damaged_one_is_named(tmp_path, damage, numbers, then):
   """Never taken for whole, nor silently passed over for an older one (B17)."""
   _keep(tmp_path, {n: _tree(n) for n in numbers})
@@ -236,6 +242,31 @@ def test_a_damaged_one_is_named(tmp_path, damage, numbers, then):
     assert checkpoint.latest(manager) == (1 if 1 in numbers else None)
     if 1 in numbers:
       _same(checkpoint.restore(manager, 1, _tree()), _tree(1))
+
+
+def test_a_closed_loop_is_not_shown(tmp_path, monkeypatch):
+  """It is what a failed save or read leaves behind, at any time (B36)."""
+  shown = []
+  monkeypatch.setattr(sys, "unraisablehook", shown.append)
+  late = lambda text: types.SimpleNamespace(exc_value=RuntimeError(text))
+  with pytest.raises(OSError), checkpoint.opened(tmp_path, 2):
+    sys.unraisablehook(late("Event loop is closed"))
+    raise OSError("No space left on device")
+  sys.unraisablehook(late("Event loop is closed"))
+  assert not shown
+  sys.unraisablehook(late("something else"))
+  assert len(shown) == 1
+
+
+def test_a_lost_write_is_not_shown(tmp_path, caplog):
+  """asyncio logs each failed write but the one that is told of (B36)."""
+  logging.getLogger("asyncio").setLevel(logging.NOTSET)
+  with checkpoint.opened(tmp_path, 2):
+    loop = asyncio.new_event_loop()
+    loop.create_future().set_exception(OSError("No space left on device"))
+    gc.collect()
+    loop.close()
+  assert not caplog.records
 
 
 def test_another_format(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Fixtures: the real model, where it can be had."""
 
+import logging
 import os
 import signal
 
@@ -30,6 +31,19 @@ def few_programs():
   """
   yield
   jax.clear_caches()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def as_before():
+  """Undo what `runtime.setup` does to a process: the next file is another's."""
+  names = ("jax_default_matmul_precision", "jax_compilation_cache_dir")
+  before = {name: getattr(jax.config, name) for name in names}
+  log = logging.getLogger("jax")
+  level = log.level
+  yield
+  log.setLevel(level)
+  for name, value in before.items():
+    jax.config.update(name, value)
 
 
 @pytest.fixture(scope="session")

@@ -66,8 +66,8 @@ def _same(got, want, rows=slice(None)):
 MANY = [*PROMPTS, [7, 7], [2] * 5, [50, 60, 50, 60], [96] * 17]
 MIXED = dict(
   temperature=[0.3, 1.0, 1.7, 1.7, 1.0, 0.3, 1.7, 0.0],
-  top_k=[0, 0, 0, 20, 5, 0, 0, 0],
-  top_p=[1, 1, 1, 0.9, 1, 0.8, 0.9, 1],
+  top_k=[8, 0, 20, 20, 5, 0, 0, 0],
+  top_p=[1, 0.85, 1, 0.9, 1, 0.8, 0.9, 1],
   seed=range(8),
 )
 
@@ -316,6 +316,10 @@ def test_match_rate_of_a_transformer_lies_between_its_bounds():
   "change, message",
   [
     (dict(repetition_penalty=0.0), "repetition_penalty must be > 0"),
+    (dict(repetition_penalty=1e-38), "repetition_penalty must be > 0"),
+    (dict(frequency_penalty=1e39), "frequency_penalty must be finite"),
+    (dict(temperature=1e39), "temperature must be >= 0"),
+    (dict(min_new_tokens=3 * 10**9), "min_new_tokens must be >= 0 and <"),
     (dict(presence_penalty=np.nan), "presence_penalty must be finite"),
     (dict(frequency_penalty=np.inf), "frequency_penalty must be finite"),
     (dict(min_new_tokens=-1), "min_new_tokens must be >= 0"),
@@ -332,6 +336,7 @@ def test_values_outside_their_range(change, message):
     ({7: 1.0}, (), "token id 7 is outside 0..6"),
     ({}, (-1,), "token id -1"),
     ({1: np.inf}, (), "bias of token 1 must be finite or -inf"),
+    ({1: 1e39}, (), "bias of token 1 must be finite or -inf"),
   ],
 )
 def test_bad_bias(values, banned, message):

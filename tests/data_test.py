@@ -492,6 +492,19 @@ def test_wrong_rows(tmp_path, row, message):
   assert message in str(e.value)
 
 
+def test_given_prompts_that_are_too_long(tmp_path):
+  """They are counted as such, not as rows without an answer."""
+  rows = [{"prompt": "a" * n, "answer": "bc"} for n in (3, 8, 9, 10, 30)]
+  path, told = _file(tmp_path, *rows, {"text": "d"}), []
+  most = 8
+  tok = _model().tokenizer
+  found = data.given(tok, path, as_chat=False, most=most + 1)
+  kept = tr.fit(found, most, told.append)
+  assert kept.prompt_length.tolist() == [3, 8]
+  (line,) = told
+  assert "1 have no answer, 3 have a prompt of more than 8 tokens" in line
+
+
 def test_given_nothing_or_an_odd_template(tmp_path):
   tok = _model().tokenizer
   with pytest.raises(UserError, match="holds no sequences"):

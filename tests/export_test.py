@@ -301,7 +301,7 @@ def test_what_is_no_export_is_not_replaced(tmp_path, there):
   message = _refused(_save, folder, _student())
   assert f"cannot export to {folder}: there is something else" in message
   message = _refused(_save, folder / there, _student())
-  assert "something else than an earlier export" in message
+  assert f"{there}: it is a file; choose another folder" in message
   assert _files(folder) == {there: b"mine"}
 
 
@@ -426,6 +426,8 @@ def test_it_is_no_target(tmp_path):
   names = safetensors.safe_open(folder / exported.WEIGHTS, "np").keys()
   assert "model.embed_tokens.weight" not in names
   (folder / exported.FILE).unlink()
+  message = _refused(load.opened, str(folder), draft=True)
+  assert f"{folder} lacks specjax.json; copy the whole folder again" in message
   (folder / exported.WEIGHTS).rename(folder / "model.safetensors")
   message = _refused(load.opened, str(folder))
   assert "is a draft without its specjax.json" in message

@@ -51,6 +51,7 @@ def both():
   return foretold.foretell(*args), foretold.measure(*args)
 
 
+@pytest.mark.slow  # a minute to compile
 def test_greedy_tokens_a_call_are_foretold_exactly(both):
   rows = foretold.compared(*both)
   assert [(row["draft"], row["K"]) for row in rows] == [("0+2", 2), ("0+2", 3)]
@@ -60,6 +61,7 @@ def test_greedy_tokens_a_call_are_foretold_exactly(both):
   assert max(measured) > 1.2  # there was something to foretell
 
 
+@pytest.mark.slow  # a minute to compile
 def test_speed_is_of_the_prompts_that_are_timed(both):
   """Its tokens a call are those of the first prompt alone."""
   predicted, measured = ({row["K"]: row for row in x["0"]} for x in both)

@@ -273,7 +273,10 @@ def test_no_copy_of_the_cache_in_the_loop(batch):
   "change, message",
   [
     (dict(prompts=[[1], []]), "prompt 1 is empty"),
-    (dict(temperature=-0.1), "temperature must be >= 0 and finite, got -0.1"),
+    (
+      dict(temperature=-0.1),
+      "temperature must be >= 0 and finite, up to 1e+06",
+    ),
     (dict(temperature=float("nan")), "temperature"),
     (dict(top_p=0.0), "top_p must be in (0, 1], got 0.0"),
     (dict(top_p=1.1), "top_p"),

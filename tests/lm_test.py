@@ -279,8 +279,9 @@ def test_trimmed_head():
   assert out.accepted.mean() > 0.2 and (out.tokens % 2 == 0).any()
 
 
+@pytest.mark.parametrize("verifier", ["token", "block"])
 @pytest.mark.parametrize("V, ids", [(3, None), (4, (3, 0, 2)), (3, (1,))])
-def test_joint_law(V, ids):
+def test_joint_law(V, ids, verifier):
   """Of 4 tokens in float64, the draft's head whole, trimmed or reordered."""
   p, q = outcomes.laws(V, 3), outcomes.laws(V, 4)
   model = toy.trigram(V)
@@ -297,6 +298,7 @@ def test_joint_law(V, ids):
       K=2,
       T=4,
       choices=len(ids or range(V)),
+      verifier=verifier,
     )
   assert outcomes.error(got, outcomes.target_law(p, (0, 0), 4)) <= 1e-12
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from specjax import losses, objective, theory, verify
+from specjax import losses, objective, renewal, theory, verify
 from specjax.types import Sampling
 
 # Every loss of one position, some with an option away from its default.
@@ -700,6 +700,11 @@ IDS = (5, 0, 3, 6)
 EVERY = {
   **LOSSES,
   "expected_length": {"num_draft": 3, "verifier": "token"},
+  "expected_rounds": {"num_draft": 3, "verifier": "block"},
+}
+ALONG = {
+  "expected_length": losses.expected_length,
+  "expected_rounds": renewal.expected_rounds,
 }
 every_loss = pytest.mark.parametrize("name", EVERY)
 some_losses = pytest.mark.parametrize(
@@ -743,9 +748,9 @@ def _whole(ids=None, sampling=losses.PLAIN):
     how = dict(ids=ids, sampling=sampling)
     p, log_q = losses.laws(teacher @ teacher_head, student, **how)
     alpha = losses.acceptance.equation(p, log_q)
-    if name == "expected_length":
+    if name in ALONG:
       rho = losses.log_ratio(p, log_q, labels, ids=ids)
-      loss = losses.expected_length(rho, alpha, weights, **EVERY[name])
+      loss = ALONG[name](rho, alpha, weights, **EVERY[name])
     else:
       loss = getattr(losses, name).equation(p, log_q, **EVERY[name])
       loss = weights * loss
@@ -773,6 +778,7 @@ TOP_P = DEPLOYMENTS["top_p"]
     ("tvd_plus_plus", None, 4, losses.PLAIN),
     ("likelihood_hybrid", None, 10, losses.PLAIN),
     ("expected_length", None, 3, losses.PLAIN),
+    ("expected_rounds", None, 3, losses.PLAIN),
     ("forward_kl", IDS, 64, TOP_P),
     ("expected_length", IDS, 1, TOP_P),
   ],
@@ -951,7 +957,7 @@ def test_logits_of_a_chunk_at_a_time(name):
   assert max(np.prod(shape) for _, shape in shapes) < B * T * V / 1.2
   products = [shape for kind, shape in shapes if kind == "dot_general"]
   # each head forward, the student's twice backward; `positions` makes them anew
-  want = 6 if name == "expected_length" else 4
+  want = 6 if name in ALONG else 4
   assert len(products) == want, products
 
 
@@ -1081,9 +1087,8 @@ def test_bad_schedules(schedule, words):
     objective.phase(schedule, 0.0)
 
 
-def test_expected_length_needs_labels():
+@pytest.mark.parametrize("name", ALONG)
+def test_losses_along_rows_need_labels(name):
   hidden, heads, weights, _ = _batch(dtype=np.float32)
-  with pytest.raises(ValueError, match="labels"):
-    _total(
-      "expected_length", heads[1], hidden[1], (hidden, heads, weights, None)
-    )
+  with pytest.raises(ValueError, match=f"{name} needs the labels"):
+    _total(name, heads[1], hidden[1], (hidden, heads, weights, None))

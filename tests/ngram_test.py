@@ -116,14 +116,16 @@ def test_bad_sizes(shortest, longest):
     ngram.make(V, shortest=shortest, longest=longest)
 
 
+@pytest.mark.parametrize("verifier", ["token", "block"])
 @pytest.mark.parametrize(
   "V, prompt", [(2, [0, 1, 0, 1]), (3, [0, 1, 0]), (3, [2, 1, 0, 2])]
 )
-def test_joint_law(V, prompt):
+def test_joint_law(V, prompt, verifier):
   """B05: the law of 4 tokens is the target's, in float64."""
   with jax.enable_x64(True):
     p = outcomes.laws(V, 1)
-    got = outcomes.joint_law(p, ngram.make(V), (), prompt, K=2, T=4, choices=1)
+    sizes = dict(K=2, T=4, choices=1, verifier=verifier)
+    got = outcomes.joint_law(p, ngram.make(V), (), prompt, **sizes)
   assert outcomes.error(got, outcomes.target_law(p, prompt, 4)) <= 1e-12
 
 

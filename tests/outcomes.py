@@ -11,7 +11,18 @@ import toy
 from specjax import generate, loop, request, rounds, types
 
 
-def joint_law(p, drafter, params, prompt, *, K, T, choices, policy=None):
+def joint_law(
+  p,
+  drafter,
+  params,
+  prompt,
+  *,
+  K,
+  T,
+  choices,
+  policy=None,
+  verifier="token",
+):
   """{text of T tokens: probability} behind a prompt, over successive rounds.
 
   Every draft, every side of every acceptance threshold and every next token
@@ -23,13 +34,14 @@ def joint_law(p, drafter, params, prompt, *, K, T, choices, policy=None):
     drafter, params: the draft; what has a row for each row has one here.
     choices: size of the draft's own vocabulary, 1 if it draws nothing.
     policy: an `adaptive.Policy`, None to draft K tokens in every round.
+    verifier: "token" or "block".
   """
   target = toy.trigram(len(p))
   with np.errstate(divide="ignore"):
     table = jnp.asarray(np.log(p))
   every = _outcomes(choices, K, len(p))
   drawn, B = {}, len(every.draws)
-  run = _program(target, table, p, drafter, params, every, drawn)
+  run = _program(target, table, p, drafter, params, every, drawn, verifier)
 
   ask = request.make([prompt], max_new=T + K, temperature=1.0)
   draft = types.Draft(drafter, params, K, policy=policy)
@@ -73,7 +85,7 @@ def _outcomes(choices, K, V):
   return Outcomes(array(draws), array(sides), array(following)[:, 0])
 
 
-def _program(target, table, p, drafter, params, every, drawn):
+def _program(target, table, p, drafter, params, every, drawn, verifier):
   """state -> (state, weight [B], q [B, K] of the drafts), one round older.
 
   `drawn` receives the law [B, Vq] that each draw was given, by its place.
@@ -86,7 +98,7 @@ def _program(target, table, p, drafter, params, every, drawn):
     return jnp.asarray(every.draws)[:, i]
 
   def thresholds(state, noise):
-    """u [B, K] on the wanted side of min(1, p / q), weight [B], q [B, K]."""
+    """u [B, K] on the wanted side of what it meets, weight [B], q [B, K]."""
     context = types.Context(
       state.tokens, state.length, state.sampling, K, rounds.rule(state)
     )
@@ -95,9 +107,11 @@ def _program(target, table, p, drafter, params, every, drawn):
     rows, i = jnp.arange(B)[:, None], jnp.arange(K)
     seen = state.tokens[rows, state.length[:, None] - jnp.array([2, 1])]
     seen = jnp.concatenate([seen, x], 1)
-    px = jnp.asarray(p)[seen[:, :K], seen[:, 1 : K + 1], x]
-    qx = probs[rows, i, x]
+    laws = jnp.asarray(p)[seen[:, :K], seen[:, 1 : K + 1]]  # [B, K, V]
+    px, qx = laws[rows, i, x], probs[rows, i, x]
     a = jnp.where(qx > 0, jnp.minimum(1, px / qx), 0)
+    if verifier == "block":
+      a = _block(laws, probs, jnp.where(qx > 0, px / qx, 0), length)
     weight = jnp.where(every.sides, 1 - a, a) * qx
     # of what is not real one draw and one side stand for all
     once = (every.draws == 0) & (every.sides == 0)
@@ -120,11 +134,27 @@ def _program(target, table, p, drafter, params, every, drawn):
       state,
       noise,
       num_draft=K,
-      verifier="token",
+      verifier=verifier,
     )
     return new, weight * laws[0][jnp.arange(B), following], q
 
   return run
+
+
+def _block(p, q, ratio, length):
+  """h_1 .. h_K [B, K] of block verification; see `verify.block`."""
+  K = ratio.shape[1]
+  pi, found = jnp.ones(len(ratio)), []
+  for i in range(1, K + 1):
+    pi = jnp.minimum(1, pi * ratio[:, i - 1])
+    h = pi
+    if i < K:
+      S = jnp.maximum(pi[:, None] * p[:, i] - q[:, i], 0).sum(1)
+      below = S + 1 - pi
+      h = jnp.where(below > 0, S / jnp.where(below > 0, below, 1), 1)
+      h = jnp.where(i < length, h, pi)  # the draft ends here
+    found.append(jnp.where(h > 1 - 1e-9, 1, h))  # 1 but for rounding
+  return jnp.stack(found, 1)
 
 
 def target_law(p, prompt, T):

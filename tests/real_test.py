@@ -63,17 +63,19 @@ def _speculate(model, name, ask, **options):
 
 @pytest.fixture(scope="module")
 def plain(smollm2):
-  """{T: (request, plain answers)} of eight prompts."""
+  """{sampling: (request, plain answers)} of eight prompts."""
   found = {}
-  for T in (0.8, 1.0):
+  for T, top_k, top_p in ((0.3, 20, 1.0), (1.0, 0, 1.0), (1.7, 0, 0.8)):
     ask = request.make(
       _prompts(smollm2, 8),
       max_new=48,
       stop_ids=smollm2.tokenizer.stop_ids,
       temperature=T,
+      top_k=top_k,
+      top_p=top_p,
       seed=11,
     )
-    found[T] = (
+    found[T, top_k, top_p] = (
       ask,
       generate.autoregressive(
         smollm2.target, smollm2.params, ask, max_new_tokens=48

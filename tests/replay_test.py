@@ -112,8 +112,9 @@ def test_any_tokens_are_exact_at_zero_temperature():
   np.testing.assert_array_equal(out.tokens, _plain().tokens)
 
 
+@pytest.mark.parametrize("verifier", ["token", "block"])
 @pytest.mark.parametrize("V, alpha", [(2, 0.6), (3, 0.6), (3, 0.0), (3, 1.0)])
-def test_joint_law(V, alpha):
+def test_joint_law(V, alpha, verifier):
   """At T = 1 of 4 tokens, the earlier run ending after 3."""
   p = outcomes.laws(V, 2)
   drafter = replay.make(V)
@@ -121,7 +122,8 @@ def test_joint_law(V, alpha):
   earlier = np.tile(np.array([1, 0, V - 1, -1], np.int32), (rows, 1))
   with jax.enable_x64(True):
     params = replay.Params(earlier, jnp.float32(alpha))
-    got = outcomes.joint_law(p, drafter, params, [0, 1], K=2, T=4, choices=V)
+    sizes = dict(K=2, T=4, choices=V, verifier=verifier)
+    got = outcomes.joint_law(p, drafter, params, [0, 1], **sizes)
   want = outcomes.target_law(p, [0, 1], 4)
   assert outcomes.error(got, want) <= 1e-6  # alpha is float32
 

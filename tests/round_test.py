@@ -446,10 +446,11 @@ def test_joint_law_of_block_verification_with_a_cache_of_its_own():
   check_law(lm_case, 3, 3, jnp.float64, KINDS, "block")
 
 
+@pytest.mark.parametrize("verifier", ["token", "block"])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_joint_law_of_the_largest(dtype):
+def test_joint_law_of_the_largest(dtype, verifier):
   """V = K = 4, with tables of many zeros."""
-  check_law(bigram_case, 4, 4, dtype, [(1, False)])
+  check_law(bigram_case, 4, 4, dtype, [(1, False)], verifier)
 
 
 @pytest.mark.slow  # a minute each

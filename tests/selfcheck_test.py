@@ -250,8 +250,8 @@ def test_answers_that_end_differently(monkeypatch):
 
 
 def _spread():
-  """One id at -4000: the last place of the largest logit is 5e-4."""
-  return _table().at[..., 7].set(-4000.0)
+  """One id at -16000: the last place of the largest logit is 2e-3."""
+  return _table().at[..., 7].set(-16000.0)
 
 
 SAMPLED = {
@@ -269,7 +269,7 @@ SLOW = {"penalties"}  # programs of its own
 def test_tie_flips_of_coupled_draws(values):
   """What is compared is log p and noise: some draws are as close as rounding.
 
-  A lift of 0.05 is rounding where the largest |logit| is 4000, 0.5 is not.
+  A lift of 0.05 is rounding where the largest |logit| is 16000, 0.5 is not.
   """
   options = {"temperature": 1.0, **SAMPLED[values]}
   rounding, fault = (

@@ -119,7 +119,7 @@ def test_each_place_of_an_answer(monkeypatch, draft, chunk):
   monkeypatch.setattr(answers, "CHUNK_STEPS", chunk)
   for decoder, free in _free(draft, 0.8).items():
     ids = free.token_ids
-    for at in range(0, len(ids) - 1, 3 if chunk == 8 else 7):
+    for at in range(0, len(ids) - 1, 1 if chunk == 8 else 7):
       # some characters that two tokens make together
       text = tokenizer.decode(_model().tokenizer, ids[at : at + 2])
       want = stops.first(_model().tokenizer, ids, (text,))
@@ -130,6 +130,16 @@ def test_each_place_of_an_answer(monkeypatch, draft, chunk):
       assert found.rounds == free.rounds[: want[0]]
       assert (found.text, found.stop_text) == want[1:]
       assert found.finish_reason == "stop"
+
+
+def test_half_a_character_ends_an_answer_wherever_chunks_end():
+  """What a token completes counts, though the next one undoes it."""
+  tok = _model().tokenizer
+  ids = tokenizer.encode(tok, "a\u00e9b", special=False)
+  assert "\ufffd" not in tokenizer.decode(tok, ids)
+  assert "\ufffd" in tokenizer.decode(tok, ids[:2])
+  whole = stops.first(tok, ids, ("\ufffd",))
+  assert whole == stops.first(tok, ids[:2], ("\ufffd",)) == (2, "a", "\ufffd")
 
 
 def test_both_decoders_stop_alike():

@@ -9,24 +9,12 @@ import ml_collections
 import numpy as np
 import pytest
 from pair_test import write_model
+from part_test import ARCHITECTURE
 
 from specjax import student, trajectories
 from specjax.errors import UserError
 from specjax.models import load, transformer
 
-ARCHITECTURE = dict(
-  model_type="llama",
-  vocab_size=300,
-  hidden_size=32,
-  intermediate_size=48,
-  num_hidden_layers=3,
-  num_attention_heads=4,
-  num_key_value_heads=2,
-  head_dim=8,
-  max_position_embeddings=512,
-  rms_norm_eps=1e-5,
-  rope_theta=1e4,
-)
 V, D = 300, 32
 TOKENS = np.random.default_rng(0).integers(0, V, (2, 20))
 DATA = trajectories.make(

@@ -28,9 +28,11 @@ from specjax import (
   recipe,
   request,
   shards,
+  terminal,
   train,
   trainlog,
   trajectories,
+  workdir,
 )
 from specjax.drafters import lm
 from specjax.errors import UserError
@@ -512,6 +514,90 @@ def test_checkpoints_that_are_gone(copy, tmp_path, small):
   shutil.rmtree(copy / train.SAVES)
   told = _bad(tmp_path, small)
   assert "has metrics of a run but none of its checkpoints" in told
+
+
+def test_a_new_run_takes_nothing_of_an_old_one(copy, small):
+  """Its best draft, with a better score, nor the answers of its draft."""
+  shutil.rmtree(copy / train.SAVES)
+  (copy / trainlog.METRICS).unlink()
+  (copy / "costs.json").write_text("{}")
+  kept = {path.name for path in (copy / feed.DRAFTED).iterdir()}
+  mark = copy / feed.DRAFTED / min(kept) / "old"
+  mark.write_text("")
+  with checkpoint.opened(copy / train.BEST, 1) as manager:
+    params = {"x": np.zeros(3, np.float32)}
+    checkpoint.save(manager, 99, params, {"step": 99, "score": 1e9})
+  assert train.run(small(optimiser__learning_rate=0.0), copy) == 0
+  assert checkpoint.numbers(copy / train.BEST) == [0]
+  assert not mark.exists() and not (copy / "costs.json").exists()
+
+
+@pytest.mark.parametrize("key", ["data", "config"])
+def test_the_best_of_another_run(copy, tmp_path, small, key):
+  """It is known by its data and its config, and is not exported."""
+  (number,) = checkpoint.numbers(copy / train.BEST)
+  with checkpoint.opened(copy / train.BEST, 1) as manager:
+    told = checkpoint.meta(manager, number)
+    params = {"x": np.zeros(3, np.float32)}
+    checkpoint.save(manager, number + 1, params, told | {key: "another"})
+  told = _bad(tmp_path, small)
+  assert f"{copy / train.BEST / str(number + 1)} is the best draft of" in told
+
+
+def test_a_best_that_is_gone(copy, tmp_path, small):
+  shutil.rmtree(copy / train.BEST)
+  told = _bad(tmp_path, small)
+  assert f"{copy / train.BEST} is missing or empty" in told
+  assert "put it back, or name a new --workdir" in told
+
+
+def test_two_at_once(whole, tmp_path, small, monkeypatch):
+  """The second one is refused before it reads or writes anything."""
+  monkeypatch.setattr(terminal, "open_target", None)
+  for folder in (tmp_path / "run", whole):
+    with workdir.locked(folder), pytest.raises(UserError) as error:
+      train.run(small(), folder)
+    told = str(error.value)
+    assert f"another train_draft.py is at work in {folder}" in told
+  assert not (tmp_path / "run").exists()  # nothing came to be there
+  with workdir.locked(whole):  # as it is free again
+    pass
+
+
+@pytest.mark.parametrize(
+  "changes, why",
+  [
+    ({"draft__layers": (0, 7)}, "layers=0,7: the target has layers 0 to 1"),
+    ({"length": 513}, "type --config.length=512 or less"),
+    (
+      {"draft__layers": (), "draft__weights": "none/such"},
+      "none/such does not exist",
+    ),
+  ],
+)
+def test_what_the_target_rules_out(tmp_path, small, monkeypatch, changes, why):
+  """It is told before anything is sampled, which may take hours."""
+  monkeypatch.setattr(feed, "collect", None)
+  assert why in _bad(tmp_path, small, **changes)
+  assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, small, monkeypatch):
+  monkeypatch.setattr(terminal, "open_target", None)
+  (tmp_path / "file").write_text("")
+  with pytest.raises(UserError, match="lies in a file, not a folder; name"):
+    train.run(small(), tmp_path / "file" / "run")
+  monkeypatch.setattr(os, "access", lambda *args: False)  # root may do all
+  told = _bad(tmp_path, small)
+  assert "Permission denied; make it writable" in told
+
+
+def test_a_foreign_file_in_the_export(copy, tmp_path, small, monkeypatch):
+  monkeypatch.setattr(terminal, "open_target", None)
+  (copy / train.DRAFT / "thesis.tex").write_text("")
+  told = _bad(tmp_path, small)
+  assert f"cannot export to {copy / train.DRAFT}" in told
+  assert "it holds thesis.tex" in told
 
 
 def test_a_damaged_checkpoint(copy, whole, tmp_path, small):

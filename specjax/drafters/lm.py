@@ -61,7 +61,7 @@ def make(model, vocab_size, *, ids=None):
 
   def init(params, prompt, length, taps, slots):
     del taps, slots  # it reads none; its slots are the target's
-    return kv.prefill(model, params, _known(model, prompt), length)
+    return kv.prefill(model, params, known(model, prompt), length)
 
   return Drafter(
     features=(),
@@ -72,13 +72,13 @@ def make(model, vocab_size, *, ids=None):
   )
 
 
-def _known(model, tokens):
-  """An id that the draft does not have is fed as its last one (B11)."""
+def known(model, tokens):
+  """What is fed for tokens: its last id for one that it does not have (B11)."""
   return jnp.minimum(tokens, model.vocab_size - 1)
 
 
 def _feed(model, params, cache, tokens, positions):
   """What stands behind tokens [B, T]: hidden [B, D] and the cache."""
-  tokens = _known(model, tokens)
+  tokens = known(model, tokens)
   hidden, _, cache = model.apply(params, tokens, positions, cache)
   return hidden[:, -1], cache

@@ -70,8 +70,19 @@ def check_embedding(found, embed, where):
 
 
 def weights(folder):
-  """Name the file that holds the weights of a folder, or its only shard."""
-  return WEIGHTS if (folder / FILE).is_file() else MODEL
+  """Name the file that holds the weights of a folder, or its only shard.
+
+  It is FILE where that is lost: what holds a draft's weights cannot be read.
+  """
+  there = lambda name: (folder / name).is_file()
+  if there(FILE):
+    return WEIGHTS
+  return FILE if there(WEIGHTS) and not there(MODEL) else MODEL
+
+
+def lacking(missing, forms):
+  """What a folder lacks, and what to do: see `weights`, or give other forms."""
+  return f"{missing}; {_COPY if missing == FILE else forms}"
 
 
 def refusal(folder, found):

@@ -90,7 +90,7 @@ def _local(reference):
     raise UserError(f"cannot use {reference}: {error}") from error
   if reference and path.is_dir():
     if missing := _missing(path, "config.json"):
-      raise UserError(f"{path} lacks {missing}; {_FORMS}")
+      raise UserError(f"{path} lacks {exported.lacking(missing, _FORMS)}")
     return path
   if path.suffix == ".gguf" and path.is_file():
     return path

@@ -104,9 +104,7 @@ def random(architecture, *, seed=0):
     params = transformer.init(config, jax.random.key(seed), dtype)
     if untie and config.tied:
       params["head"] = jnp.copy(params["embed"].T)
-    params = jax.tree_util.tree_map_with_path(
-      lambda path, x: weights.stored(path[-1].key, x, block), params
-    )
+    params = weights.in_blocks(params, block)
     return params, weights.as_loaded(config, untie, block)
 
   return Opened(config, tokenizer.byte_level(config.vocab_size), read)

@@ -209,6 +209,13 @@ def stored(name, value, block):
   return matrix.in_blocks(value, block)
 
 
+def in_blocks(params, block):
+  """A whole tree as `load` stores it."""
+  return jax.tree_util.tree_map_with_path(
+    lambda path, x: stored(path[-1].key, x, block), params
+  )
+
+
 def as_loaded(config, untie, block=0):
   """The config of the parameter tree that `load` returns."""
   tied = config.tied and not untie
