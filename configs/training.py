@@ -33,6 +33,7 @@ def training():
     held_out=0.1,  # the share of prompts that is never trained on
     from_draft=0.0,  # the share of each batch that the draft itself answered
     refresh_every=500,  # steps between two such samples
+    keep_hidden=False,  # the target's hidden states of all texts, float16
     cache="",  # where answers are kept, "" for the user's cache folder
   )
   c.sampling = dict(  # the deployment's, of the target

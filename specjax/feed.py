@@ -10,9 +10,18 @@ import hashlib
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
-from specjax import data, prompts, recipe, shards, speak, trajectories
+from specjax import (
+  data,
+  hidden,
+  prompts,
+  recipe,
+  shards,
+  speak,
+  trajectories,
+)
 from specjax.errors import UserError
 from specjax.models import hub
 
@@ -27,6 +36,7 @@ class Feed(NamedTuple):
   train: trajectories.Trajectories
   held_out: trajectories.Trajectories
   drafted: trajectories.Trajectories | None
+  states: hidden.Hidden | None = None  # of `train`, if they are kept
 
 
 def collect(config, model, watch):
@@ -39,7 +49,7 @@ def collect(config, model, watch):
     UserError: no prompts, no texts, or nothing to learn in them.
   """
   asked, plan = config.data, recipe.plan(config)
-  root = Path(asked.cache) if asked.cache else hub.cache_folder() / CACHE
+  root = _cache(asked)
   if asked.source == "given":
     return data.given(
       model.tokenizer, asked.path, as_chat=asked.chat, most=config.length + 1
@@ -59,6 +69,42 @@ def collect(config, model, watch):
       )
     )
   return trajectories.concatenate(found)
+
+
+def _cache(asked):
+  return Path(asked.cache) if asked.cache else hub.cache_folder() / CACHE
+
+
+def with_states(config, feed, model, features, watch):
+  """Return the `Feed` with the target's hidden states, if they are to be kept.
+
+  Args:
+    model: the target's `load.Model`, its matrices whole.
+    features: of `step.Forward`; watch: a `shards.Watch`.
+
+  Raises:
+    UserError: see `hidden.collect`.
+  """
+  if not config.data.keep_hidden:
+    return feed
+  states = hidden.collect(
+    _cache(config.data),
+    model,
+    feed.train,
+    features=features,
+    length=config.length,
+    batch=config.batch_size,
+    watch=watch,
+  )
+  return feed._replace(states=states)
+
+
+def answer(config, feed):
+  """The most positions that a row of a batch supervises."""
+  most = int(trajectories.mask(feed.train).sum(1).max())
+  if recipe.drafted(config.data, config.batch_size):
+    most = max(most, config.data.max_new)
+  return min(most, config.length)
 
 
 def split(config, found, note):
@@ -95,13 +141,16 @@ def batch(config, feed, number):
   rows = config.batch_size - own
   at = trajectories.indices(config.seed, number, len(feed.train.length), rows)
   found = trajectories.batch(feed.train, at, config.length)
+  if feed.states:
+    states = hidden.rows(feed.states, at, config.length)
+    return found._replace(states=states)
   if not own:
     return found
   size = len(feed.drafted.length)
   # another walk than the one above: its seed is no 32-bit number
   at = trajectories.indices(config.seed + 2**32, number, size, own)
   more = trajectories.batch(feed.drafted, at, config.length)
-  return trajectories.Batch(*map(np.concatenate, zip(found, more, strict=True)))
+  return jax.tree.map(lambda *x: np.concatenate(x), found, more)
 
 
 def refresh(config, feed, step, folder, make):

@@ -80,6 +80,12 @@ def _check_data(data, batch_size):
       f"--config.data.from_draft must be in [0, 1), got {data.from_draft:g}"
     )
   _least("data.refresh_every", data.refresh_every, 1)
+  if data.from_draft and data.keep_hidden:
+    raise UserError(
+      "--config.data.keep_hidden=True keeps what the target makes of its own"
+      " answers; with --config.data.from_draft it has to read the draft's at"
+      " every step: choose one of them"
+    )
   if data.from_draft and not 0 < drafted(data, batch_size) < batch_size:
     raise UserError(
       f"--config.data.from_draft={data.from_draft:g} of a batch of"

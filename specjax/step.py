@@ -148,6 +148,7 @@ def make(
   steps,
   log_every,
   dtype=jnp.float32,
+  answer=None,
   **how,
 ):
   """Return the `Steps` of a pair.
@@ -159,27 +160,25 @@ def make(
     schedule: of `objective.phase`; steps: of the whole run.
     log_every: steps between two lines of the log.
     dtype: what the draft computes in; its parameters stay as they are.
+    answer: no row supervises more positions than that, see `_answers`; None:
+      they are not known to be fewer than all.
     **how: more keywords of `objective.total`.
   """
   cast = lambda params: jax.tree.map(lambda x: x.astype(dtype), params)
 
   def accumulate(state, batch, teacher_params, shared):
-    at = _positions(batch.tokens)
-    hidden, taps, _ = jax.lax.stop_gradient(
-      teacher.apply(
-        teacher_params, batch.tokens, at, None, features=forward.features
-      )
-    )
+    hidden, taps = _teacher(teacher, teacher_params, batch, forward, dtype)
+    some = functools.partial(_answers, jnp.asarray(batch.mask), answer)
 
     def loss(params):
       masters = join(shared, params)
       found = objective.total(
         schedule,
         state.step / steps,
-        hidden,
-        forward.hidden(cast(masters), batch, hidden, taps),
-        jnp.asarray(batch.mask, jnp.float32),
-        jnp.asarray(batch.labels),
+        some(hidden),
+        some(forward.hidden(cast(masters), batch, hidden, taps)),
+        some(jnp.asarray(batch.mask, jnp.float32)),
+        some(jnp.asarray(batch.labels)),
         teacher_unembed=functools.partial(teacher.unembed, teacher_params),
         student_unembed=functools.partial(_head, forward, dtype, masters),
         temperature=jnp.asarray(batch.temperature),
@@ -201,6 +200,32 @@ def make(
   return Steps(
     jax.jit(accumulate, donate_argnums=0), jax.jit(update, donate_argnums=0)
   )
+
+
+def _teacher(teacher, params, batch, forward, dtype):
+  """The last hidden states [B, T, D] and taps [B, T, F, D], constants."""
+  if batch.states is not None:
+    states = jnp.asarray(batch.states, dtype)
+    return states[:, :, 0], states[:, :, 1:]
+  at = _positions(batch.tokens)
+  hidden, taps, _ = teacher.apply(
+    params, batch.tokens, at, None, features=forward.features
+  )
+  return jax.lax.stop_gradient((hidden, taps))
+
+
+def _answers(mask, most, x):
+  """The `most` positions from a row's first supervised one on: [B, most, ...].
+
+  Heads are most of a step, and what is not supervised needs none. A row's
+  supervised positions are one piece. Behind the last position are zeros, whose
+  weight is 0 too.
+  """
+  if most is None or most >= mask.shape[1]:
+    return x
+  rows = jnp.arange(len(mask))[:, None]
+  at = mask.argmax(1)[:, None] + jnp.arange(most)
+  return x.at[rows, at].get(mode="fill", fill_value=0)
 
 
 def _head(forward, dtype, masters, hidden):

@@ -82,6 +82,8 @@ def _run(config, folder):
     ids = _ids(saves, digest)
     bar = terminal.track(out, "reading the draft's weights")
     draft = student.make(config, teacher, fed.train, ids=ids, track=bar)
+    with shards.shown(out, "reading the texts") as watch:
+      fed = feed.with_states(config, fed, teacher, (), watch)
     optimiser = step.optimiser(config.optimiser, config.steps)
     job = session.Job(
       config,
@@ -91,7 +93,9 @@ def _run(config, folder):
       draft._replace(params=jax.eval_shape(lambda x: x, draft.params)),
       digest,
       _costs(config, folder, draft, teacher, out),
-      programs(config, teacher, draft, optimiser, dtype),
+      programs(
+        config, teacher, draft, optimiser, dtype, feed.answer(config, fed)
+      ),
       saves,
       best,
     )
@@ -157,12 +161,13 @@ def _ids(saves, digest):
   return kept["ids"] and tuple(kept["ids"])
 
 
-def programs(config, teacher, draft, optimiser, dtype):
+def programs(config, teacher, draft, optimiser, dtype, answer=None):
   """Return the `step.Steps` of a run.
 
   Args:
     teacher: a `load.Model`; draft: a `Student`.
     optimiser: of `step.optimiser`; dtype: what the draft computes in.
+    answer: of `feed.answer`.
   """
   own, most = config.optimiser, config.steps
   warmup = round(own.warmup * most)
@@ -176,6 +181,7 @@ def programs(config, teacher, draft, optimiser, dtype):
     steps=most,
     log_every=config.log_every,
     dtype=dtype,
+    answer=answer,
     sampling=recipe.sampling(config),
     draft_temperature=recipe.draft_temperature(config),
     ids=draft.ids,

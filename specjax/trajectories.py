@@ -34,6 +34,8 @@ class Batch(NamedTuple):
   mask: np.ndarray  # [B, T] bool, whether the label is an answer's
   length: np.ndarray  # [B] int32, real tokens among the T
   temperature: np.ndarray  # [B] float32
+  # [B, T, 1 + F, D] float16 of `hidden.rows`; None: the target is asked
+  states: np.ndarray | None = None
 
 
 class Stats(NamedTuple):

@@ -56,7 +56,7 @@ def _student(teacher, **more):
   return student.make(config, teacher)
 
 
-def _programs(teacher, draft, *, how=_HOW, dtype=jnp.float32):
+def _programs(teacher, draft, *, how=_HOW, dtype=jnp.float32, answer=None):
   return step.make(
     teacher.target,
     step.lm(draft.model),
@@ -67,6 +67,7 @@ def _programs(teacher, draft, *, how=_HOW, dtype=jnp.float32):
     steps=STEPS,
     log_every=3,
     dtype=dtype,
+    answer=answer,
     ids=draft.ids,
   )
 
@@ -106,6 +107,23 @@ def _run(programs, state, teacher, draft, batches):
 def _close(a, b, **tolerance):
   for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
     np.testing.assert_allclose(x, y, **tolerance)
+
+
+def test_heads_see_the_answers_alone(teacher, pair):
+  """Any bound on a row's answer gives the same sums and gradient.
+
+  One row's answer ends with the batch, so that the bound reaches behind it.
+  """
+  draft, programs = pair
+  batch = _batch(9, T, seed=3)
+  assert batch.mask.sum(1).tolist() == [9, T - 8]
+  right = _run(programs, _start(draft), teacher, draft, [batch])
+  for answer in (T - 8, T - 4):
+    some = _programs(teacher, draft, answer=answer)
+    found = _run(some, _start(draft), teacher, draft, [batch])
+    assert found.sums.weight == right.sums.weight == T + 1
+    _close(found.sums, right.sums, rtol=1e-5)
+    _close(found.gradient, right.gradient, rtol=2e-4, atol=1e-5)
 
 
 def test_a_step_weighs_tokens_not_micro_batches(teacher, pair):

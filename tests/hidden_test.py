@@ -1,0 +1,105 @@
+"""The target's hidden states, kept: what a step makes of them is the same."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import step_test
+
+from specjax import hidden, shards, trajectories
+from specjax.errors import UserError
+
+FEATURES = (1, 0)
+_SIZES = ((9, 5), (3, 0), (1, 30), (20, 11), (7, 7))
+
+teacher = step_test.teacher
+
+
+def _texts(seed=0, sizes=_SIZES):
+  rng = np.random.default_rng(seed)
+  draw = lambda n: rng.integers(0, step_test.V, n).tolist()
+  return trajectories.make([(draw(p), draw(a), 0.7) for p, a in sizes])
+
+
+def _collect(teacher, found, root=None, watch=shards.QUIET, length=24):
+  how = dict(features=FEATURES, length=length, batch=2, watch=watch)
+  return hidden.collect(root, teacher, found, **how)
+
+
+def test_states_are_those_of_the_target(teacher, monkeypatch):
+  """Every real token's, whatever the shard, the padding and the batch."""
+  monkeypatch.setattr(hidden, "_ROWS", 2)
+  found = _texts()
+  kept = _collect(teacher, found)
+  at = np.array([3, 0, 4, 1, 2])
+  mine = hidden.rows(kept, at, 28)
+  tokens = trajectories.batch(found, at, 28).tokens
+  places = jnp.broadcast_to(jnp.arange(28), tokens.shape)
+  state, taps, _ = teacher.target.apply(
+    teacher.params, tokens, places, None, features=FEATURES
+  )
+  right = np.concatenate([state[:, :, None], taps], 2)
+  spacing = dict(rtol=2**-10, atol=6e-8)  # of float16; the second near 0
+  for row, text in enumerate(at):
+    n = min(found.length[text], 24)
+    np.testing.assert_allclose(mine[row, :n], right[row, :n], **spacing)
+    assert (mine[row, n:] == 0).all()
+
+
+def test_they_are_computed_once(teacher, tmp_path, monkeypatch):
+  """A second run reads them; other texts, layers or lengths are others."""
+  found, made = _texts(), []
+  watch = shards.Watch(lambda line: None, lambda p: made.append(p.made))
+  first = _collect(teacher, found, tmp_path, watch)
+  assert made[-1] == 1
+  monkeypatch.setattr(hidden, "_pass", None)  # not needed any more
+  again = _collect(teacher, found, tmp_path, watch)
+  assert made[-1] == 0
+  for x, y in zip(first.states, again.states, strict=True):
+    np.testing.assert_array_equal(x, y)
+  for other in (dict(found=_texts(1)), dict(found=found, length=23)):
+    with pytest.raises(TypeError, match="not callable"):
+      _collect(teacher, root=tmp_path, watch=watch, **other)
+
+
+def test_what_float16_cannot_hold_is_refused(teacher):
+  """Residual streams have outliers: 65,504 is the largest of float16."""
+  norm = teacher.params["norm"]
+  params = teacher.params | {"norm": {"scale": norm["scale"] * 1e6}}
+  with pytest.raises(UserError, match="keep_hidden=False"):
+    _collect(teacher._replace(params=params), _texts())
+
+
+def test_a_step_with_them_is_the_same_step(teacher):
+  """Gradient and loss agree to float16's rounding, and need no layers."""
+  draft = step_test._student(teacher)
+  programs = step_test._programs(teacher, draft)
+  found, at = _texts(sizes=((9, 30), (9, 12))), np.arange(2)
+  batch = trajectories.batch(found, at, step_test.T)
+  kept = hidden.collect(
+    None,
+    teacher,
+    found,
+    features=(),
+    length=step_test.T,
+    batch=2,
+    watch=shards.QUIET,
+  )
+  states = hidden.rows(kept, at, step_test.T)
+  # a head is all that is read of the teacher
+  head = {"embed": teacher.params["embed"], "head": teacher.params.get("head")}
+  broken = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), teacher.params)
+  broken |= {k: x for k, x in head.items() if x is not None}
+  run = lambda batch, params: programs.accumulate(
+    step_test._start(draft), batch, params, draft.shared
+  )
+  right = run(batch, teacher.params)
+  mine = run(batch._replace(states=states), broken)
+  assert mine.sums.weight == right.sums.weight == 42
+  assert float(mine.sums.loss) == pytest.approx(
+    float(right.sums.loss), rel=1e-3
+  )
+  # T = 0.05 makes 20 times as much of a logit's rounding
+  off = jax.tree.map(jnp.subtract, mine.gradient, right.gradient)
+  assert optax.tree.norm(off) < 5e-3 * optax.tree.norm(right.gradient)
