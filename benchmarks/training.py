@@ -5,7 +5,8 @@ r"""How fast a step of training is, as a share of the matrix products' rate.
 Utilisation = (2 P + 6 Q) tokens/s / (FLOP/s of a large square product at the
 run's precision), P and Q the numbers of target and draft that multiply, heads
 included. Texts are made up, every position is supervised; a micro-batch and its
-step are timed. Run it on an idle machine.
+step are timed, then the same with the target's hidden states at hand, as with
+--config.data.keep_hidden=True. Run it on an idle machine.
 """
 
 import statistics
@@ -38,15 +39,33 @@ def _batch(config, vocab_size):
   return texts.batch(found, np.arange(len(tokens)), config.length), found
 
 
-def _step(programs, state, *args):
+def _step(programs, draft, optimiser, batch, teacher):
   """() -> seconds of a micro-batch and a step."""
-  kept = [state]
+  fresh = jax.tree.map(jnp.copy, draft.params)  # a step donates them
+  state = step.start(fresh, optimiser)
 
   def both():
-    kept[0], _ = programs.update(programs.accumulate(kept[0], *args))
-    return kept[0]
+    nonlocal state
+    args = state, batch, teacher.params, draft.shared
+    state, _ = programs.update(programs.accumulate(*args))
+    return state
 
   return lambda: timing.seconds(both)
+
+
+def _variants(config, teacher, draft, dtype, batch):
+  """{name: () -> seconds} of steps, and of a product to compare with."""
+  optimiser = step.optimiser(config.optimiser, config.steps)
+  programs = train.programs(config, teacher, draft, optimiser, dtype)
+  shape = *batch.tokens.shape, 1, teacher.config.width
+  kept = batch._replace(states=np.ones(shape, np.float16))
+  run = lambda some: _step(programs, draft, optimiser, some, teacher)
+  square, product = jnp.ones((_SIDE, _SIDE), dtype), jax.jit(jnp.matmul)
+  return {
+    "step": run(batch),
+    "kept": run(kept),
+    "product": lambda: timing.seconds(product, square, square),
+  }
 
 
 def main(argv):
@@ -57,23 +76,19 @@ def main(argv):
   teacher = load.whole(model)
   batch, found = _batch(config, teacher.config.vocab_size)
   draft = student.make(config, teacher, found)
-  optimiser = step.optimiser(config.optimiser, config.steps)
-  programs = train.programs(config, teacher, draft, optimiser, dtype)
-  state = step.start(draft.params, optimiser)
-  square, product = jnp.ones((_SIDE, _SIDE), dtype), jax.jit(jnp.matmul)
-  variants = {
-    "step": _step(programs, state, batch, teacher.params, draft.shared),
-    "product": lambda: timing.seconds(product, square, square),
-  }
+  variants = _variants(config, teacher, draft, dtype, batch)
   track = terminal.track(out, "timing")
   times = timing.take_turns(variants, _TURNS.value, track)
   spent = {name: statistics.median(each) for name, each in times.items()}
   P, Q = _multiplied(teacher.config), _multiplied(draft.config)
-  rate = config.batch_size * config.length / spent["step"]
-  flops, peak = (2 * P + 6 * Q) * rate, 2 * _SIDE**3 / spent["product"]
+  many = config.batch_size * config.length
+  flops = (2 * P + 6 * Q) * many / spent["step"]
+  peak = 2 * _SIDE**3 / spent["product"]
   print(f"target {P / 1e6:.1f} M, draft {Q / 1e6:.2f} M that multiply")
-  print(f"{rate:,.0f} tokens/s, peak {memory.human(memory.peak() or 0)}")
+  rate, without = many / spent["step"], many / spent["kept"]
+  print(f"{rate:,.0f} tokens/s, {without:,.0f} with hidden states kept")
   print(f"{flops / 1e9:,.1f} of {peak / 1e9:,.1f} GFLOP/s: {flops / peak:.2f}")
+  print(f"peak memory {memory.human(memory.peak() or 0)}")
   print(f"{runtime.device()['name']}, {dtype}, {config.batch_size} rows")
 
 

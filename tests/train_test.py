@@ -209,6 +209,27 @@ def test_stops_again_and_again(small, whole, tmp_path, monkeypatch):
   assert [json.loads(line)["step"] for line in lines] == [0, 1, 3, 4]
 
 
+@pytest.mark.slow
+def test_a_run_with_hidden_states_kept(small, tmp_path, cache, monkeypatch):
+  """It is the run without, but for rounding, and goes on bit for bit."""
+  config = lambda kept: small(data__from_draft=0.0, data__keep_hidden=kept)
+  folders = [tmp_path / name for name in ("without", "kept", "stopped")]
+  for kept, folder in zip((False, True), folders, strict=False):
+    assert train.run(config(kept), folder) == 0
+  (states,) = cache.glob("hidden-*")
+  number = states.stat().st_mtime_ns
+  _stop_at(monkeypatch, 4, signal.SIGTERM)
+  assert train.run(config(True), folders[2]) == 128 + signal.SIGTERM
+  monkeypatch.undo()
+  monkeypatch.chdir(ROOT)
+  assert train.run(config(True), folders[2]) == 0
+  _assert_same_run(folders[2], folders[1])
+  assert states.stat().st_mtime_ns == number  # nothing was computed again
+  for plain, row in zip(*map(_rows, folders[:2]), strict=True):
+    for key in plain.keys() & {"loss", "alpha", "mix/alpha", "mix/S_block"}:
+      assert row[key] == pytest.approx(plain[key], rel=1e-2), key
+
+
 def test_a_second_signal_stops_at_once(small, whole, tmp_path, monkeypatch):
   """What is saved stays, and the run goes on from it."""
   folder = tmp_path / "run"
@@ -449,6 +470,7 @@ def test_one_prompt_cannot_be_split(tmp_path, small):
     ({"data.held_out": float("nan")}, "held_out must be between 0 and 1"),
     ({"data.from_draft": 1.0}, r"from_draft must be in \[0, 1\)"),
     ({"data.from_draft": 0.01}, "is 0 sequences; it must leave at least one"),
+    ({"data.from_draft": 0.5, "data.keep_hidden": True}, "choose one of them"),
     ({"data.temperatures": ((-1.0, 1.0),)}, "data.temperatures must be pairs"),
     ({"data.max_new": 0}, "data.max_new must be at least 1"),
     ({"optimiser.learning_rate": float("nan")}, "learning_rate must be in"),
