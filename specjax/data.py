@@ -168,6 +168,11 @@ _MARK = "specjax:user"  # any text that no template contains
 
 def _before_user(tok):
   """The ids of the chat template before a user's words."""
+  if not tok.chat_template:
+    raise UserError(
+      "self-started prompts begin with the chat template, and this target has"
+      " none; type --config.data.source=prompts or given"
+    )
   text = chat.render(tok, [{"role": "user", "content": _MARK}])
   before, found, _ = text.partition(_MARK)
   ids = tokenizer.encode(tok, before, special=False)
