@@ -101,6 +101,8 @@ def with_states(config, feed, model, features, watch):
 
 def answer(config, feed):
   """The most positions that a row of a batch supervises."""
+  if config.data.learn_prompts:
+    return config.length
   most = int(trajectories.mask(feed.train).sum(1).max())
   if recipe.drafted(config.data, config.batch_size):
     most = max(most, config.data.max_new)
@@ -140,7 +142,8 @@ def batch(config, feed, number):
   own = recipe.drafted(config.data, config.batch_size)
   rows = config.batch_size - own
   at = trajectories.indices(config.seed, number, len(feed.train.length), rows)
-  found = trajectories.batch(feed.train, at, config.length)
+  how = dict(length=config.length, prompts=config.data.learn_prompts)
+  found = trajectories.batch(feed.train, at, **how)
   if feed.states:
     states = hidden.rows(feed.states, at, config.length)
     return found._replace(states=states)
@@ -149,7 +152,7 @@ def batch(config, feed, number):
   size = len(feed.drafted.length)
   # another walk than the one above: its seed is no 32-bit number
   at = trajectories.indices(config.seed + 2**32, number, size, own)
-  more = trajectories.batch(feed.drafted, at, config.length)
+  more = trajectories.batch(feed.drafted, at, **how)
   return jax.tree.map(lambda *x: np.concatenate(x), found, more)
 
 

@@ -31,7 +31,7 @@ class Batch(NamedTuple):
 
   tokens: np.ndarray  # [B, T] int32
   labels: np.ndarray  # [B, T] int32, the token behind each, 0 where none is
-  mask: np.ndarray  # [B, T] bool, whether the label is an answer's
+  mask: np.ndarray  # [B, T] bool, whether the label is to be predicted
   length: np.ndarray  # [B] int32, real tokens among the T
   temperature: np.ndarray  # [B] float32
   # [B, T, 1 + F, D] float16 of `hidden.rows`; None: the target is asked
@@ -82,15 +82,18 @@ def take(trajectories, rows):
   return Trajectories(*(x[rows] for x in trajectories))
 
 
-def mask(trajectories):
+def mask(trajectories, prompts=False):
   """Return [M, T] bool: whether position t predicts a token of the answer.
+
+  With `prompts`, of the whole sequence: a prompt's tokens are not the target's
+  own, but what it would say behind each of them can be learned all the same.
 
   Position t predicts token t + 1, so the answer's first token is the last
   prompt position's to predict, and its last token, an end token or not, that
   of the position before it.
   """
   t = np.arange(trajectories.tokens.shape[1])
-  first = trajectories.prompt_length[:, None] - 1
+  first = 0 if prompts else trajectories.prompt_length[:, None] - 1
   return (t >= first) & (t + 1 < trajectories.length[:, None])
 
 
@@ -157,11 +160,11 @@ def fit(trajectories, length, note):
   return take(trajectories, kept)
 
 
-def batch(trajectories, rows, length):
+def batch(trajectories, rows, length, prompts=False):
   """Return the `Batch` of some rows, cut to `length` = T positions.
 
   The label of the last position is the token behind the cut, where there is
-  one.
+  one. `prompts`: of `mask`.
   """
   found = take(trajectories, rows)
   wide = lambda x, start: _cut(x, start, start + length, len(rows))
@@ -171,7 +174,7 @@ def batch(trajectories, rows, length):
   return Batch(
     tokens=wide(found.tokens, 0),
     labels=labels,
-    mask=wide(mask(found), 0),
+    mask=wide(mask(found, prompts), 0),
     length=np.minimum(found.length, length),
     temperature=found.temperature,
   )

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import rich.console
 
-from configs import tiny
-from specjax import data, generate, prompts, request, shards, speak
+from configs import tiny, training
+from specjax import data, feed, generate, prompts, request, shards, speak
 from specjax import trajectories as tr
 from specjax.errors import UserError
 from specjax.models import load, matrix, tokenizer, transformer
@@ -332,6 +332,25 @@ def test_mask_by_hand():
   assert got.tokens.shape == got.labels.shape == got.mask.shape == (2, 8)
   assert got.length.tolist() == [6, 5]
   assert got.temperature.tolist() == [np.float32(0.7), 1]
+
+
+def test_prompts_are_learned_if_asked_for():
+  """Every token but the first, an answer's end included; no padding (B55)."""
+  found = tr.make([([7, 8, 9], [4, END], 1.0), ([5], [6], 0.0)])
+  got = tr.batch(found, [0, 1], 6, prompts=True)
+  assert got.mask.astype(int).tolist() == [
+    [1, 1, 1, 1, 0, 0],
+    [1, 0, 0, 0, 0, 0],
+  ]
+  config = training.training()
+  config.length, config.data.learn_prompts = 6, True
+  fed = feed.Feed(found, found, None)
+  config.batch_size = 2
+  batch = feed.batch(config, fed, 0)
+  assert batch.mask.sum() == 5 and feed.answer(config, fed) == 6
+  config.data.learn_prompts = False
+  assert feed.batch(config, fed, 0).mask.sum() == 3
+  assert feed.answer(config, fed) == 2
 
 
 @pytest.mark.parametrize("T", [1, 2, 3, 4, 5, 9])
