@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 
+import heads
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +26,6 @@ from specjax import (
   pair,
   request,
   settings,
-  student,
 )
 from specjax.drafters import feature
 from specjax.models import exported, load, matrix, transformer, weights
@@ -40,27 +40,13 @@ HEADS = {
 NAMES = pytest.mark.parametrize("name", HEADS)
 
 
-def _head(model, *, features, ids=None, layers=1, seed=1):
-  """A `Student` of random numbers that all matter, beside a target."""
-  config = dataclasses.replace(model.config, layers=layers)
-  if ids:
-    config = dataclasses.replace(config, tied=False, head_size=len(ids))
-
-  def leaf(path, spec):
-    key = jax.random.key(seed + 7919 * len(str(path)) + ord(str(path)[-3]))
-    x = 0.3 * jax.random.normal(key, spec.shape)
-    return 1 + x if path[-1].key == "scale" else x
-
-  tree = feature.shapes(feature.Config(config, features))
-  tree.pop("embed")
-  params = jax.tree_util.tree_map_with_path(leaf, tree)
-  shared = {"embed": model.params["embed"]}
-  return student.Student(None, config, shared, params, ids, features)
-
-
 @functools.cache
 def _named(kind, name):
-  return _head(trained.teacher(kind), **HEADS[name])
+  head = heads.random(trained.teacher(kind), **HEADS[name])
+  if head.ids is None and kind == "tied":  # no head of its own
+    head.params.pop("head")
+    head = head._replace(config=dataclasses.replace(head.config, tied=True))
+  return head
 
 
 def _saved(folder, kind="tied", name="three", **options):
@@ -130,7 +116,7 @@ def _wide():
   model = load.model(load.random(WIDE))
   if not model.loaded.block:
     pytest.skip("matrices are whole here")
-  return model, _head(load.whole(model), **HEADS["deep"])
+  return model, heads.random(model, **HEADS["deep"])
 
 
 def test_in_blocks(tmp_path):
@@ -153,9 +139,9 @@ def test_what_it_shares_is_the_targets_memory(tmp_path):
   """And a head tied to it is the copy that was made when that was read."""
   model = load.model(load.random(WIDE))
   assert load.untie_here() and not model.loaded.tied
-  head = _head(load.whole(model), features=(2,))
+  head = heads.random(model, features=(2,))
   head = head._replace(config=dataclasses.replace(head.config, tied=True))
-  head.params.pop("head", None)
+  head.params.pop("head")
   loaded = _load(_save(tmp_path / "head", head, model), model)
   params = loaded.params(None)
   assert params["embed"] is model.params["embed"]
@@ -186,10 +172,7 @@ def test_it_decodes_as_it_did_in_memory(tmp_path, kind, name):
   """Token for token, and round for round: greedy, and coupled at T = 1."""
   model, head = trained.teacher(kind), _named(kind, name)
   loaded = _load(_saved(tmp_path / "head", kind, name), model)
-  architecture = feature.Config(head.config, head.features)
-  ours = feature.make(architecture, V, ids=head.ids)
-  tree = student.merged(head.shared, head.params)
-  want = _speculate(model, ours, tree, num_draft=3)
+  want = _speculate(model, *heads.drafter(head, V), num_draft=3)
   got = _speculate(model, loaded.drafter, loaded.params(None), num_draft=3)
   for field in ("tokens", "length", "round", "accepted"):
     np.testing.assert_array_equal(getattr(got, field), getattr(want, field))
