@@ -141,7 +141,8 @@ def _play(out, model, opened, config, K, todo, alone=False):
     c.decoder = "both" if alone else "speculative"
     c.batch_size = 1 if alone else c.batch_size
   sizes = play.sizes(opened, todo, c)
-  draft = terminal.open_draft(out, c, opened, sizes)
+  get = functools.partial(terminal.open_model, out, draft=True)
+  draft = terminal.open_draft(out, compare.named(c, get), opened, sizes)
   draft = pair.load(draft, model, dtype=model.params["embed"].dtype)
   play.warm_up(model, draft, c, sizes)
   return list(play.play(model, draft, todo, c, sizes, QUIET))

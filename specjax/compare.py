@@ -120,6 +120,17 @@ def _config(name, config, K):
   return c
 
 
+def named(config, open_model):
+  """The config with the draft.name that its draft's weights are for."""
+  if not config.draft.weights:
+    return config
+  c = copy.deepcopy(config)
+  with c.unlocked():
+    c.draft.name = pair.method(open_model(config.draft.weights))
+  settings.check(c)
+  return c
+
+
 def opened(asked, target, sizes, open_model):
   """{name: `pair.Opened`} of what is compared, checked against the target.
 
@@ -140,6 +151,7 @@ def opened(asked, target, sizes, open_model):
   found = {}
   for name, config in asked.configs.items():
     try:
+      config = named(config, open_model)
       found[name] = pair.opened(config, target, open_model)
       pair.check_context(found[name], max(sizes.tokens, K + 2))
     except UserError as e:
@@ -213,7 +225,8 @@ def texts(model, pairs, asked, answers, sizes, slots, track):
   found = {}
   for name, draft in pairs.items():
     bar = track(f"the draft {name}")
-    variants = asked.variants if draft.model is not None else ({},)
+    own = draft.opened.config is not None  # else no law to sweep
+    variants = asked.variants if own else ({},)
     some = forecast.texts(
       model,
       draft,

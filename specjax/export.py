@@ -121,7 +121,8 @@ def check_folder(folder):
 def _tensors(draft, params, dtype):
   """{Hugging Face name: array} of what is trained, in the stored dtype."""
   found = {}
-  for name, x in weights.tensors(draft.config, params, skip=draft.shared):
+  how = dict(skip=draft.shared, features=draft.features)
+  for name, x in weights.tensors(draft.config, params, **how):
     with np.errstate(over="ignore"):
       found[name] = x.astype(dtype)
     if not np.isfinite(found[name].astype(np.float32)).all():
@@ -135,7 +136,7 @@ def _tensors(draft, params, dtype):
 
 def _lacks(draft, teacher, reference):
   """The `Exported` of a draft that is no model by itself, else None."""
-  if draft.ids is None and not draft.shared:
+  if draft.ids is None and not draft.shared and not draft.features:
     return None
   embed = draft.shared.get("embed")
   return exported.Exported(
@@ -145,6 +146,7 @@ def _lacks(draft, teacher, reference):
     embedding="own" if embed is None else "shared",
     digests={} if embed is None else exported.digests(embed),
     ids=draft.ids,
+    features=draft.features,
   )
 
 

@@ -3,7 +3,8 @@
 No speculative decoding: the text is plain decoding's, both models are fed it,
 and log p and log q of its tokens are all that the predictor needs. A draft
 whose q depends on the text alone, a plain language model, takes one pass; any
-other is asked for a proposal at every place, with the text as its draws.
+other is asked for a proposal at every place, with the text as its draws; a
+draft that reads the target's features gets those of the text.
 """
 
 import functools
@@ -15,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from specjax import loop, sampling, types
-from specjax.cache import prefill
+from specjax.cache import prefill, prefill_taps
 from specjax.drafters import lm
 
 ROWS = 64  # tokens a target call of the pass, all rows together
@@ -190,7 +191,25 @@ def _laws(logits, ask, history, following, real):
   return law(logits, ask, first), jax.tree.map(lambda x: x[:, -1], more)
 
 
-def of_drafter(drafter, draft_params, text, ask, *, num_draft, own=None):
+def features(target, params, text, layers):
+  """Return what layers of a target make of a text, None of no layers.
+
+  Returns:
+    taps [B, S, F, D] of each row's tokens but the last, as in `Drafter.init`.
+  """
+  if not layers:
+    return None
+  return _features(target, layers, params, text.tokens, text.length)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _features(target, layers, params, tokens, length):
+  return prefill_taps(target, params, tokens, length, layers)[1]
+
+
+def of_drafter(
+  drafter, draft_params, text, ask, *, num_draft, own=None, taps=None
+):
   """Ask a drafter for a proposal at every place of a text.
 
   It draws what the text says, and the text is then committed token by token.
@@ -200,6 +219,7 @@ def of_drafter(drafter, draft_params, text, ask, *, num_draft, own=None):
     num_draft: K.
     own: [V] the draft's index of each token of the vocabulary, by default the
       token itself; any for a token that it does not know, whose q is 0.
+    taps: `features` of the text, for a drafter that reads some.
 
   Returns:
     log_q [B, N, K], -inf where nothing is drafted.
@@ -207,7 +227,9 @@ def of_drafter(drafter, draft_params, text, ask, *, num_draft, own=None):
   most = int((text.length - text.prompt_length).max())
   ask = loop.of_draft(ask)
   log_q = _replay(
-    drafter, draft_params, text, ask, own, num_draft=num_draft, most=most
+    *(drafter, draft_params, text, ask, own, taps),
+    num_draft=num_draft,
+    most=most,
   )
   return np.asarray(log_q)
 
@@ -215,10 +237,10 @@ def of_drafter(drafter, draft_params, text, ask, *, num_draft, own=None):
 @functools.partial(
   jax.jit, static_argnums=0, static_argnames=("num_draft", "most")
 )
-def _replay(drafter, draft_params, text, ask, own, *, num_draft, most):
+def _replay(drafter, draft_params, text, ask, own, taps, *, num_draft, most):
   (B, S), K = text.tokens.shape, num_draft
   rows = jnp.arange(B)
-  state = drafter.init(draft_params, text.tokens, text.prompt_length, None, S)
+  state = drafter.init(draft_params, text.tokens, text.prompt_length, taps, S)
 
   def step(s, carry):
     state, found = carry
@@ -234,7 +256,9 @@ def _replay(drafter, draft_params, text, ask, own, *, num_draft, most):
     real = (i < proposal.length[:, None]) & (at[:, :K] < text.length[:, None])
     log_q = jnp.where(real & (q > 0), jnp.log(q), -jnp.inf)
     one = jnp.ones(B, jnp.int32)
-    outcome = types.Outcome(ahead, one, length, None)
+    fed = jnp.minimum(length - 1, S - 1)  # what a round would feed first
+    known = None if taps is None else taps[rows, fed][:, None]
+    outcome = types.Outcome(ahead[:, :1], one, length, known)
     state = drafter.commit(draft_params, state, outcome)
     return state, found.at[:, s].set(log_q.astype(jnp.float32))
 

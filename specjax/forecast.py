@@ -28,7 +28,7 @@ def texts(
     num_draft: K, the longest draft that is asked about.
     batch, slots: of each pass.
     variants: what to change of the draft's own `Sampling`, a dict of numbers
-      each, such as {"temperature": 0.7}. A look-up has none to change.
+      each, such as {"temperature": 0.7}. A look-up does not heed them.
     track: wraps the list of passes, for a progress bar.
 
   Returns:
@@ -71,12 +71,11 @@ def _texts(model, draft, group, config, K, batch, slots, variants):
   fed = (model.target, model.params)
   if draft.model is None:  # q of a token may depend on where its round starts
     log_p, _ = forced.of_model(*fed, None, None, text, [])
-    log_q = forced.of_drafter(
-      own.drafter, own.params, text, own.sampling, num_draft=K
-    )
-    first = log_q[..., 0] if K else np.full(log_p.shape, -np.inf)
-    # of a token drawn from p: its mean is sum min(p, q)
-    found = [(log_q, np.exp(np.minimum(first - log_p, 0)))] * len(variants)
+    asks = [_changed(own.sampling, variant) for variant in variants]
+    found = [
+      (log_q, _alpha(log_p, log_q))
+      for log_q in _at_every_place(*fed, draft, own, text, asks, K)
+    ]
   else:
     log_p, drafts = forced.of_model(
       *fed,
@@ -95,6 +94,27 @@ def _texts(model, draft, group, config, K, batch, slots, variants):
     predict.Texts(length[:rows], log_p[:rows], log_q[:rows], alpha[:rows])
     for log_q, alpha in found
   ]
+
+
+def _at_every_place(target, params, draft, own, text, asks, K):
+  """log q [B, N, K] of each of a drafter's samplings."""
+  ids, index = draft.opened.ids, None
+  if ids is not None:
+    index = np.zeros(target.vocab_size, np.int32)
+    index[list(ids)] = np.arange(len(ids))
+  taps = forced.features(target, params, text, own.drafter.features)
+  options = dict(num_draft=K, own=index, taps=taps)
+  return [
+    forced.of_drafter(own.drafter, own.params, text, ask, **options)
+    for ask in asks
+  ]
+
+
+def _alpha(log_p, log_q):
+  """min(1, q / p) [B, N] of tokens drawn from p: its mean is alpha."""
+  if not log_q.shape[-1]:
+    return np.zeros_like(log_p)
+  return np.exp(np.minimum(log_q[..., 0] - log_p, 0))
 
 
 def _joined(ask, group, slots):

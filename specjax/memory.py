@@ -8,7 +8,7 @@ import psutil
 
 from specjax import cache
 from specjax.errors import UserError
-from specjax.models import transformer
+from specjax.models import transformer, weights
 
 
 def estimate(config, *, dtype, batch, slots, untie=False, draft=None):
@@ -25,7 +25,7 @@ def estimate(config, *, dtype, batch, slots, untie=False, draft=None):
   K = draft.num_draft if draft else 0
   parts = {"weights": _weights(config, dtype, untie)}
   if draft and draft.own:
-    size = _weights(draft.own.config, dtype, untie)
+    size = _weights(draft.own.config, dtype, untie, draft.features)
     if draft.own.lacks and draft.own.lacks.embedding == "shared":
       size -= _lent(draft.own.config, dtype, untie)
     parts["draft weights"] = size
@@ -35,16 +35,19 @@ def estimate(config, *, dtype, batch, slots, untie=False, draft=None):
   parts["cache"] = cached(config)
   if draft and draft.config:
     parts["draft cache"] = cached(draft.config)
+  if draft and draft.features:  # of the prompts, while they are fed
+    size = jax.numpy.dtype(dtype).itemsize * len(draft.features)
+    parts["features"] = size * batch * slots * config.width
   # float32 [batch, V] each: logits, their law and its truncation of the K + 1
   # positions that a step scores, and q of the K drafted ones
   rows = 3 * (K + 1) + K
   return parts | {"probabilities": 4 * batch * rows * config.vocab_size}
 
 
-def _weights(config, dtype, untie):
+def _weights(config, dtype, untie, features=()):
   size = jax.numpy.dtype(dtype).itemsize
   copied = config.vocab_size * config.width if untie and config.tied else 0
-  return size * (transformer.num_parameters(config) + copied)
+  return size * (weights.num_parameters(config, features) + copied)
 
 
 def _lent(draft, dtype, untie):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specjax import types
-from specjax.drafters import lm, ngram, replay
+from specjax.drafters import feature, lm, ngram, replay
 from specjax.errors import UserError
 from specjax.models import load as models
 from specjax.models import transformer
@@ -29,8 +29,9 @@ class Opened(NamedTuple):
   own: models.Opened | None  # a model beside the target
   layers: tuple[int, ...]  # of the target, those that the draft is made of
   ids: tuple[int, ...] | None  # what its head keeps, None: all
-  config: transformer.Config | None  # None: it is no language model
+  config: transformer.Config | None  # of its layers, None: it has none
   chosen: str = ""  # in words, what a schedule made of it and why
+  features: tuple[int, ...] = ()  # layers of the target that it reads
 
 
 class Pair(NamedTuple):
@@ -55,12 +56,14 @@ def opened(config, target, open_model=_opened):
 
   Raises:
     UserError: the reference, or that the two do not fit each other: other
-      tokens, layers that the target lacks, a head wider than the vocabulary.
+      tokens, layers that the target lacks, a head wider than the vocabulary;
+      or that the weights are another method's.
   """
   asked = config.draft
   own, layers, ids, architecture = None, (), None, None
   if asked.weights:
     own = open_model(asked.weights)
+    same_method(asked, own)
     same_tokens(target.tokenizer, own.tokenizer)
     architecture = own.config
     ids = _exported(asked, own, target.config)
@@ -83,6 +86,30 @@ def opened(config, target, open_model=_opened):
     layers=layers,
     ids=ids,
     config=architecture,
+    features=features(own),
+  )
+
+
+def features(own):
+  """Layers of its target that a `load.Opened` draft reads, () for a model."""
+  return own.lacks.features if own and own.lacks else ()
+
+
+def method(own):
+  """The draft.name that decodes with a `load.Opened`."""
+  return "feature" if features(own) else "lm"
+
+
+def same_method(asked, own):
+  """Raise UserError unless a config's `draft` names the method of weights."""
+  if asked.name == method(own):
+    return
+  what = "reads its target's hidden states"
+  if not features(own):
+    what = "is a language model, no head that reads hidden states"
+  raise UserError(
+    f"--config.draft.name={asked.name}: {asked.weights} {what}; type"
+    f" --config.draft.name={method(own)}"
   )
 
 
@@ -106,7 +133,9 @@ def _exported(asked, own, target):
 
 
 def check_shared(own, target, where):
-  """Raise UserError unless a target's embedding has the shape of a draft's.
+  """Raise UserError unless a target has what a draft takes from it.
+
+  Of its embedding that is the shape, of its hidden states the layers.
 
   Args:
     own: the draft's `load.Opened`; target: the `transformer.Config`.
@@ -119,6 +148,12 @@ def check_shared(own, target, where):
         f" {sizes[0][1]}, the target's has {sizes[1][0]} and {sizes[1][1]}; it"
         f" was trained for {own.lacks.reference}"
       )
+  if features(own) and max(features(own)) >= target.layers:
+    raise UserError(
+      f"{where} reads layer {max(features(own))} of its target, this one has"
+      f" layers 0 to {target.layers - 1}; it was trained for"
+      f" {own.lacks.reference}"
+    )
 
 
 def same_tokens(target, draft):
@@ -196,6 +231,12 @@ def load(draft, target, *, dtype, track=lambda paths: paths):
     alpha = np.float32(draft.alpha)
     params = lambda plain: replay.Params(plain, alpha)
     return Pair(replay.make(vocab_size), params, draft)
+  if draft.name == "feature":
+    options = dict(dtype=dtype, track=track, target=target)
+    params, layers = models.read(draft.own, **options)
+    architecture = feature.Config(layers, draft.features)
+    drafter = feature.make(architecture, vocab_size, ids=draft.ids)
+    return Pair(drafter, lambda plain: params, draft)
   model = target
   if draft.own:
     model = models.model(draft.own, dtype=dtype, track=track, target=target)

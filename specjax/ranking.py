@@ -178,7 +178,7 @@ def winner(found):
   if draft["layers"]:
     layers = ",".join(map(str, draft["layers"]))
     flags.append(f"--config.draft.layers={layers}")
-  elif draft["name"] == "lm":
+  elif draft["name"] != "ngram":
     flags.append(f"--config.draft.weights={best['draft']}")
   if "temperature" in best["sampling"]:
     T = best["sampling"]["temperature"]

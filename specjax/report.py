@@ -22,7 +22,7 @@ import numpy as np
 
 from specjax import memory, metrics, predict, runtime, settings
 from specjax.errors import UserError
-from specjax.models import transformer
+from specjax.models import transformer, weights
 
 SCHEMA = 1
 
@@ -222,8 +222,11 @@ def of_draft(draft):
     "K": draft.num_draft,
     "chosen": draft.chosen or None,  # what draft.schedule made of it, and why
     "verifier": draft.verifier,
-    "parameters": transformer.num_parameters(config) if config else None,
+    "parameters": weights.num_parameters(config, draft.features)
+    if config
+    else None,
     "layers": list(draft.layers) or None,  # of the target, whose they are
+    "features": list(draft.features) or None,  # its layers that are read
     "head": len(draft.ids) if draft.ids else None,
   }
 

@@ -8,7 +8,7 @@ from specjax.errors import UserError
 from specjax.runtime import DTYPES
 
 DECODERS = ("autoregressive", "speculative")  # in the order they are played in
-_DRAFTS = ("lm", "ngram", "replay")
+_DRAFTS = ("lm", "feature", "ngram", "replay")
 _SCHEDULES = ("constant", "auto", "adaptive")
 
 
@@ -142,13 +142,18 @@ def _check_draft(draft):
       " (a model of its own) and --config.draft.layers=0,1 (layers of the"
       f" target), got {' and '.join(chosen) or 'neither'}"
     )
-  others = ["head"] * (draft.head > 0) + ["temperature"] * (
-    draft.temperature >= 0
-  )
-  if draft.name != "lm" and (chosen + others):
-    key = (chosen + others)[0]
+  if draft.name == "feature" and not draft.weights:
     raise UserError(
-      f"--config.draft.{key} is for --config.draft.name=lm; the draft is"
+      "--config.draft.name=feature needs --config.draft.weights=FOLDER, a head"
+      " that train_draft.py exported"
+    )
+  given = chosen + ["head"] * (draft.head > 0)
+  given += ["temperature"] * (draft.temperature >= 0)
+  own = {"lm": given, "feature": ["weights", "temperature"]}
+  others = [key for key in given if key not in own.get(draft.name, ())]
+  if others:
+    raise UserError(
+      f"--config.draft.{others[0]} is for --config.draft.name=lm; the draft is"
       f" {draft.name}"
     )
 

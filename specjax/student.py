@@ -37,6 +37,8 @@ class Student(NamedTuple):
   shared: dict  # {} or {"embed": [V, D]}
   params: dict  # what is trained, as it starts
   ids: tuple[int, ...] | None  # the token of each logit, None: all
+  # layers of the target that it reads; (): a language model
+  features: tuple[int, ...] = ()
 
 
 class _Start(NamedTuple):

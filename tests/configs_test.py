@@ -99,7 +99,7 @@ def test_commands_in_docstrings_name_this_config(path):
     ("sampling.min_p", -0.5, "sampling.min_p must be in"),
     ("sampling.top_k", 2**31, "sampling.top_k must be in"),
     ("verifier", "blok", "verifier must be one of block, token, coupled"),
-    ("draft.name", "ngam", "draft.name must be one of lm, ngram, replay"),
+    ("draft.name", "ngam", "draft.name must be one of lm, feature, ngram"),
     ("draft.num_tokens", -1, "draft.num_tokens must be at least 0"),
     ("draft.head", -1, "draft.head must be at least 0"),
     ("draft.temperature", float("nan"), "draft.temperature must be finite"),

@@ -3,13 +3,14 @@
 import dataclasses
 import functools
 
+import heads
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from lm_test import IDS, LLAMA, PROMPTS, V, _model, _resized
 
-from specjax import forced, generate, request, types
+from specjax import forced, generate, loop, request, types
 from specjax.drafters import lm, ngram
 from specjax.models import load, transformer
 
@@ -229,6 +230,108 @@ def test_a_look_up_is_asked_at_every_place():
   # 9 nothing is found, and what fills the place, a 9, does not count
   want = [[1, 1, 0], [1, 0, 0], [0, 0, 0], [0, 0, 0]]
   np.testing.assert_array_equal(np.exp(log_q[0]), want)
+
+
+def _head(**options):
+  target, params = _model("gqa_untied")
+  config = load.source(str(LLAMA / "gqa_untied")).config
+  model = load.Model(target, params, None, config, config)
+  head = heads.random(model, **options)
+  return head, *heads.drafter(head, V)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _told_round(target, drafter, params, draft_params, state, draws, told):
+  """A round that is told draws [B, K], uniforms and the next token."""
+  accept, following = told
+  noise = types.Noise(
+    draft=lambda i, q: draws[:, i], accept=accept, next=lambda n, p: following
+  )
+  return generate.round(
+    *(target, drafter, params, draft_params, state, noise),
+    num_draft=draws.shape[1],
+    verifier="token",
+  )
+
+
+def _with_its_laws(drafter, K):
+  """The drafter, its state beside the laws [B, K, V] that it drew from."""
+  nothing = lambda B: jnp.zeros((B, K, V))
+
+  def init(params, prompt, *rest):
+    return drafter.init(params, prompt, *rest), nothing(len(prompt))
+
+  def propose(params, state, *rest):
+    proposal, state = drafter.propose(params, state[0], *rest)
+    return proposal, (state, proposal.probs)
+
+  def commit(params, state, outcome):
+    return drafter.commit(params, state[0], outcome), state[1]
+
+  return drafter._replace(init=init, propose=propose, commit=commit)
+
+
+@pytest.mark.parametrize(
+  "options",
+  [
+    dict(features=(1,)),
+    dict(features=(0, 1, 1), layers=2, ids=IDS),
+  ],
+)
+def test_a_feature_head_sees_what_it_sees_in_rounds(options):
+  """Rounds of the loop that are told to follow the text, to any length.
+
+  q of the text's tokens is what the replay says, wherever a round starts and
+  however it came there.
+  """
+  K, own = 3, _sampling(**OWN)
+  head, drafter, params = _head(**options)
+  ask = _ask(temperature=[0.8, 1.0, 1.3])
+  text, _ = _plain(ask)
+  target, target_params = _model("gqa_untied")
+  index = np.zeros(V, int)
+  index[list(head.ids or range(V))] = np.arange(len(head.ids or range(V)))
+  known = np.isin(text.tokens, head.ids or range(V))
+  taps = forced.features(target, target_params, text, drafter.features)
+  log_q = forced.of_drafter(
+    *(drafter, params, text, own), num_draft=K, own=index, taps=taps
+  )
+  spied, rows = _with_its_laws(drafter, K), np.arange(3)
+  draft = types.Draft(spied, params, K, sampling=own)
+  state = loop.start(
+    *(target, target_params, ask), max_new_tokens=61, slots=SLOTS, draft=draft
+  )
+  rng, seen = np.random.default_rng(0), 0
+  while (np.asarray(state.finish) == types.RUNNING).any():
+    running = np.asarray(state.finish) == types.RUNNING
+    length = np.asarray(state.length)
+    at = np.minimum(length[:, None] + np.arange(K + 1), SLOTS - 1)
+    ahead = text.tokens[rows[:, None], at]
+    reach = np.cumprod(known[rows[:, None], at[:, :K]], 1).sum(1)
+    n = np.minimum(rng.integers(0, K + 1, 3), reach)
+    u = np.where(np.arange(K) < n[:, None], 0, np.inf).astype(np.float32)
+    state = _told_round(
+      *(target, spied, target_params, params, state),
+      index[ahead[:, :K]],
+      (u, ahead[rows, n]),
+    )
+    q = np.asarray(state.draft[1])
+    for row in np.flatnonzero(running):
+      left = min(K, reach[row] + 1, text.length[row] - length[row])
+      i = np.arange(left)
+      want = q[row, i, ahead[row, :left]]
+      start = length[row] - text.prompt_length[row]
+      got = np.exp(log_q[row, start, :left])
+      np.testing.assert_allclose(got, want, atol=1e-5, rtol=1e-4)
+      seen += left
+  for row, n in enumerate(text.length):
+    np.testing.assert_array_equal(state.tokens[row, :n], text.tokens[row, :n])
+  assert seen > 100 and np.exp(log_q).max() > 0.05
+
+
+def test_no_features_no_pass():
+  text, _ = _plain(_ask())
+  assert forced.features(None, None, text, ()) is None
 
 
 def test_types_of_text():

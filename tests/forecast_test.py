@@ -26,7 +26,7 @@ def _of_run(config, sizes, batches):
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("draft", ["lm", "ngram"])
+@pytest.mark.parametrize("draft", ["lm", "ngram", "feature"])
 def test_at_temperature_0_it_is_what_happened(draft, batch_size):
   """To the last round, also in a batch and over several turns."""
   config, sizes, batches = _run(draft, batch_size=batch_size)

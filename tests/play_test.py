@@ -1,15 +1,19 @@
 """Conversations are played whatever their lengths, by one compiled program."""
 
+import atexit
 import dataclasses
 import functools
 import logging
+import shutil
+import tempfile
 
+import heads
 import jax
 import numpy as np
 import pytest
 
 from configs import tiny
-from specjax import answers, metrics, pair, play
+from specjax import answers, export, metrics, pair, play
 from specjax.errors import UserError
 from specjax.models import load
 from specjax.prompts import Prompt
@@ -23,6 +27,7 @@ DRAFTS = {
   "lm": dict(layers=(0,), head=300),
   "ngram": dict(),
   "replay": dict(alpha=0.7),
+  "feature": dict(),
 }
 
 
@@ -34,8 +39,22 @@ def _config(draft="ngram", **changes):
   )
   config.architecture.max_position_embeddings = 512
   config.draft.update(name=draft, num_tokens=3, **DRAFTS[draft])
+  if draft == "feature":
+    config.draft.weights = _folder()
   config.update(changes)
   return config
+
+
+@functools.cache
+def _folder():
+  """An export of a feature head that says about what the target says."""
+  folder = tempfile.mkdtemp()
+  atexit.register(shutil.rmtree, folder)
+  ids = (*range(280), 300)
+  head = heads.made(_model(), features=(0, 1), ids=ids, token=0.8, noise=0.1)
+  options = dict(teacher=_model(), reference="random", card={})
+  export.save(folder, head, head.params, **options)
+  return folder
 
 
 @functools.cache

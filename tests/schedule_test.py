@@ -57,19 +57,20 @@ def test_auto_keeps_the_length_that_pays(monkeypatch, draft, wide, most):
   assert all(b.acceptance is None or b.acceptance.tokens for b in found)
 
 
-def test_auto_is_the_best_of_the_predicted(monkeypatch):
+@pytest.mark.parametrize("name", ["lm", "feature"])
+def test_auto_is_the_best_of_the_predicted(monkeypatch, name):
   costs = _costs(0.2, [1.0, 1.1, 1.2, 1.3])
   seen = []
   inner = predict.speedups
   keep = lambda *args: seen.append(inner(*args)) or seen[-1]
   monkeypatch.setattr(predict, "speedups", keep)
-  _, _, chosen = _decide(monkeypatch, "lm", "auto", costs)
+  _, _, chosen = _decide(monkeypatch, name, "auto", costs)
   (S,) = seen
   best = np.append(1.0, S.mean[1:])
   assert chosen.opened.num_draft == best.argmax()
 
 
-@pytest.mark.parametrize("name", ["lm", "ngram"])
+@pytest.mark.parametrize("name", ["lm", "ngram", "feature"])
 def test_adaptive_decodes_the_same_tokens(monkeypatch, name):
   """At T = 0, as decode.py does it; lengths differ from round to round."""
   costs = _costs(0.05, [1.0, 1.1, 1.2, 1.3])

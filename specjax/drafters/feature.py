@@ -49,8 +49,9 @@ def shapes(config):
   c, F = config.layers, len(config.features)
   tree = dict(transformer.shapes(c))
   array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-  tree["fuse"] = {"kernel": array(F * c.width, c.width)}
-  tree["join"] = {"kernel": array(2 * c.width, c.width)}
+  square = lambda n: array(*matrix.shape(n * c.width, c.width, c.block))
+  tree["fuse"] = {"kernel": square(F)}
+  tree["join"] = {"kernel": square(2)}
   tree["token_norm"] = {"scale": array(c.width)}
   tree["feature_norm"] = {"scale": array(c.width)}
   return tree

@@ -1,10 +1,11 @@
 """specjax.json: what a trained draft takes from its target, and which that is.
 
-A draft whose head keeps some token ids, or whose embedding is its target's, is
-no model by itself. Read as one it would be silently wrong: a head's row would
-be taken for another token, an embedding that is not there for a new one. So
-its weights have a file name and its config.json a model type that nothing else
-reads, and specjax.json beside them says what is missing.
+A draft whose head keeps some token ids, whose embedding is its target's, or
+that reads its target's hidden states, is no model by itself. Read as one it
+would be silently wrong: a head's row would be taken for another token, an
+embedding that is not there for a new one. So its weights have a file name and
+its config.json a model type that nothing else reads, and specjax.json beside
+them says what is missing.
 """
 
 import hashlib
@@ -33,6 +34,7 @@ class Exported(NamedTuple):
   embedding: str  # one of EMBEDDINGS
   digests: dict  # of the shared embedding, {} if it is the draft's own
   ids: tuple | None  # the token of each logit, None: all
+  features: tuple = ()  # layers of the target that a feature head reads
 
 
 def digests(embed):
@@ -89,6 +91,7 @@ def refusal(folder, found):
   """Why such a draft is not opened as a model."""
   lacks = [f"knows {len(found.ids):,} ids"] if found.ids is not None else []
   lacks += ["shares its target's embedding"] * (found.embedding == "shared")
+  lacks += ["reads its target's hidden states"] * bool(found.features)
   return (
     f"{folder} is a draft that {' and '.join(lacks)}, no model by itself; give"
     f" it as --config.draft.weights with --config.target={found.reference}"
@@ -111,6 +114,8 @@ def write(folder, found):
     sha256 = hashlib.sha256(data).hexdigest()
     size = len(found.ids)
     value["vocabulary"] = {"file": IDS, "size": size, "sha256": sha256}
+  if found.features:
+    value["features"] = list(found.features)
   text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
   (folder / FILE).write_text(text, encoding="utf-8")
 
@@ -150,9 +155,12 @@ def read(folder, config):
     embedding=embedding,
     digests=_digests(path, value) if shared else {},
     ids=_ids(path, config, value) if "vocabulary" in value else None,
+    features=_features(path, value) if "features" in value else (),
   )
   if found.ids is None and not shared:
     raise _damaged(path, "it says nothing that the draft lacks")
+  if found.features and not shared:
+    raise _damaged(path, "a feature head's embedding is its target's")
   return found
 
 
@@ -185,6 +193,14 @@ def _ids(path, config, value):
   if len(set(ids)) < len(ids) or len(ids) != size:
     raise _damaged(file, f"it must hold {size} different ids")
   return tuple(ids)
+
+
+def _features(path, value):
+  found = _get(path, value, "features", list)
+  fits = lambda i: type(i) is int and i >= 0
+  if not found or not all(map(fits, found)):
+    raise _damaged(path, f"'features' is {reprlib.repr(found)}")
+  return tuple(found)
 
 
 def _get(path, value, key, kind):

@@ -125,15 +125,24 @@ def model(
     UserError: the target is not the one that the draft was trained for.
   """
   file = opened(reference) if isinstance(reference, str) else reference
+  params, config = read(file, dtype=dtype, track=track, target=target)
+  target = transformer.make(config, jnp.dtype(dtype))
+  return Model(target, params, file.tokenizer, file.config, config)
+
+
+def read(file, *, dtype, track=lambda paths: paths, target=None):
+  """Return the parameter tree of an `Opened` as it is stored here.
+
+  And the `transformer.Config` of that tree, of a feature head that of its own
+  layers. Arguments and errors are `model`'s.
+  """
   untie, lent = untie_here(), None
   if file.lacks and file.lacks.embedding == "shared":
     lent = borrowed(file, target)
     untie = untie and "head" in lent  # else it would be a copy
-  params, config = file.read(
+  return file.read(
     dtype=dtype, untie=untie, block=block_here(), track=track, lent=lent
   )
-  target = transformer.make(config, jnp.dtype(dtype))
-  return Model(target, params, file.tokenizer, file.config, config)
 
 
 def borrowed(file, target):

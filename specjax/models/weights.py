@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from specjax.drafters import feature
 from specjax.errors import UserError
 from specjax.models import exported, matrix, transformer
 
@@ -35,6 +36,11 @@ class Source(NamedTuple):
       return ()
     return ("embed", "head") if self.config.tied else ("embed",)
 
+  @property
+  def features(self):
+    """Layers of its target that a feature head reads, () for a model."""
+    return self.lacks.features if self.lacks else ()
+
 
 class Leaf(NamedTuple):
   """One array of the parameter tree and the tensors that it is made of."""
@@ -50,6 +56,11 @@ _OUTER = {  # a path outside the layers -> its tensor, is that transposed
   ("embed",): (_EMBED, False),
   ("head",): (_HEAD, True),
   ("norm", "scale"): ("model.norm.weight", False),
+  # of a `drafters.feature` head
+  ("fuse", "kernel"): ("fuse.weight", True),
+  ("join", "kernel"): ("join.weight", True),
+  ("token_norm", "scale"): ("token_norm.weight", False),
+  ("feature_norm", "scale"): ("feature_norm.weight", False),
 }
 BLOCKS = {  # a layer's own names -> the tensors', the parts in order
   "attn_norm": ["input_layernorm"],
@@ -66,9 +77,21 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\..*")
 _IGNORED = re.compile(r".*rotary_emb\.inv_freq|rope_freqs\.weight")
 
 
-def plan(config):
-  """Return the `Leaf`s of an architecture, the large outer ones first."""
-  tree = jax.tree_util.tree_leaves_with_path(transformer.shapes(config))
+def shapes(config, features=()):
+  """The tree of a model, or of the feature head that reads some layers."""
+  if features:
+    return feature.shapes(feature.Config(config, features))
+  return transformer.shapes(config)
+
+
+def num_parameters(config, features=()):
+  """How many numbers such a tree has."""
+  return sum(x.size for x in jax.tree.leaves(shapes(config, features)))
+
+
+def plan(config, features=()):
+  """Return the `Leaf`s of such a tree, the large outer ones first."""
+  tree = jax.tree_util.tree_leaves_with_path(shapes(config, features))
   return [
     _leaf(config, tuple(key.key for key in path), x.shape) for path, x in tree
   ]
@@ -116,7 +139,8 @@ def checked(source):
       f"{where} has tensors of {len(layers)} layers, but its config says"
       f" {config.layers}"
     )
-  own = [leaf for leaf in plan(config) if leaf.path[0] not in source.lent]
+  every = plan(config, source.features)
+  own = [leaf for leaf in every if leaf.path[0] not in source.lent]
   wanted = {k: v for leaf in own for k, v in leaf.parts.items()}
   missing = [name for name in wanted if name not in found]
   if missing:
@@ -166,7 +190,8 @@ def load(
     UserError: the file cannot be read to its end.
   """
   params = {}
-  for leaf in track(plan(as_loaded(source.config, untie))):
+  config = as_loaded(source.config, untie)
+  for leaf in track(plan(config, source.features)):
     if leaf.path[0] in source.lent:
       params[leaf.path[0]] = lent[leaf.path[0]]
       continue
@@ -181,13 +206,14 @@ def load(
   return params, as_loaded(source.config, untie, block)
 
 
-def tensors(config, params, skip=()):
+def tensors(config, params, skip=(), features=()):
   """Yield (Hugging Face name, array [out, in]) of a tree: `load` undone.
 
   Args:
     params: with whole matrices; skip: leaves outside the layers to leave out.
+    features: layers of the target that a feature head reads.
   """
-  for leaf in plan(config):
+  for leaf in plan(config, features):
     if leaf.path[0] in skip:
       continue
     value, at = params, 0
