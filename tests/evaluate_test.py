@@ -401,6 +401,8 @@ def test_measured_costs(monkeypatch):
     weights="",
     layers=(0, -1),
     architecture={},
+    features=(),
+    depth_weights=(),
     embedding="shared",
     head=0,
   )
