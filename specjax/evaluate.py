@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import forced, losses, objective, predict, trajectories
+from specjax import chunks, forced, losses, predict, trajectories
 from specjax import sampling as laws
 from specjax import student as students
 from specjax.drafters import lm
@@ -184,7 +184,7 @@ def _pass(target, model, params, own_params, batch, at, own, *, ids, chunk):
     functools.partial(model.unembed, own_params),
   )
   rows = teacher, student, batch.mask, batch.labels
-  return objective.chunked(values, heads, *rows, chunk=chunk)
+  return chunks.chunked(values, heads, *rows, chunk=chunk)
 
 
 def _first_best(logits):
