@@ -5,6 +5,7 @@ also on where its round began, and then has one for each depth of a round.
 """
 
 import jax.numpy as jnp
+import numpy as np
 
 
 def log_survival(log_ratio, weights, num_draft, verifier):
@@ -70,3 +71,15 @@ def reached(weights, depths):
     before = jnp.pad(found[-1], last)[..., :-1]
     found.append(jnp.where(before > 0, weights, 0))
   return jnp.stack(found, -1)
+
+
+def by_start(x, K, end):
+  """[n, K] by [start, depth] of a text's x [n, J] by position, NumPy's.
+
+  The j-th token of a round is judged where it stands, by depth j; J = 1 is
+  alike at all. `end` is behind the last position.
+  """
+  x = np.broadcast_to(x, (len(x), K)) if x.shape[1] == 1 else x
+  x = np.pad(x, ((0, K), (0, 0)), constant_values=end)
+  depth = np.arange(K)
+  return x[np.arange(len(x) - K)[:, None] + depth, depth]

@@ -166,9 +166,11 @@ def programs(config, teacher, draft, optimiser, dtype):
   """
   own, most = config.optimiser, config.steps
   warmup = round(own.warmup * most)
+  # an lm is the same at every depth, and says so by having one
+  weights = tuple(config.draft.depth_weights) or (1.0,)
   return step.make(
     teacher.target,
-    step.lm(draft.model),
+    step.forward(draft, len(weights)),
     student.merged,
     optimiser,
     step.learning_rate(own.learning_rate, warmup, most),
@@ -176,6 +178,7 @@ def programs(config, teacher, draft, optimiser, dtype):
     steps=most,
     log_every=config.log_every,
     dtype=dtype,
+    depth_weights=weights,
     sampling=recipe.sampling(config),
     draft_temperature=recipe.draft_temperature(config),
     ids=draft.ids,

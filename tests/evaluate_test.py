@@ -35,6 +35,7 @@ class Student(NamedTuple):
   shared: dict
   params: dict
   ids: tuple | None
+  features: tuple = ()
 
 
 def _asked(**options):
