@@ -22,22 +22,23 @@ def _taps(config, dtype=np.float32):
   return np.random.default_rng(1).normal(0, 1, shape).astype(dtype)
 
 
-def _decoded(config, params, tokens, taps, row, start, depths):
+def decoded(drafter, params, tokens, taps, row, start, depths, how=None):
   """q [N, J, V] of rounds that begin behind `start` [N] tokens of rows [N].
 
-  All draws are the text's.
+  All draws are the text's, or by how = (own [V] of them, a temperature).
   """
-  drafter = feature.make(config, V)
-  ahead = np.minimum(start[:, None] + np.arange(depths), SLOTS - 1)
-  draws = jnp.asarray(tokens[row[:, None], ahead])
-  ask = request.make([[1]] * len(row), max_new=1, temperature=1.0)
+  slots = tokens.shape[1]
+  own, temperature = how or (np.arange(tokens.max() + 1), 1.0)
+  ahead = np.minimum(start[:, None] + np.arange(depths), slots - 1)
+  draws = jnp.asarray(own[tokens[row[:, None], ahead]])
+  ask = request.make([[1]] * len(row), max_new=1, temperature=temperature)
 
   @jax.jit
   def run(params, tokens, taps, start):
-    state = drafter.init(params, tokens, start, taps, SLOTS)
+    state = drafter.init(params, tokens, start, taps, slots)
     noise = types.Noise(lambda i, q: draws[:, i], None, None)
-    own = loop.of_draft(ask.sampling)
-    context = types.Context(tokens, start, own, depths)
+    law = loop.of_draft(ask.sampling)
+    context = types.Context(tokens, start, law, depths)
     return drafter.propose(params, state, context, noise)[0].probs
 
   return run(params, tokens[row], taps[row], start)
@@ -72,7 +73,9 @@ def test_the_laws_of_decoding(layers, features, depths):
   row, start = np.array(
     [(r, s) for r, n in enumerate(LENGTHS) for s in range(1, n + 1)]
   ).T
-  want = _decoded(config, params, TOKENS, taps, row, start, depths)
+  want = decoded(
+    feature.make(config, V), params, TOKENS, taps, row, start, depths
+  )
   real = np.arange(SLOTS) < np.array(LENGTHS)[:, None]
   for pad in (0, 5):
     tokens = np.where(real, TOKENS, pad)
