@@ -484,7 +484,11 @@ def test_bad_costs(options, words):
   assert "\n" not in str(e.value)
 
 
-def test_measured_costs(monkeypatch):
+HEAD = dict(name="feature", layers=(), features=(0, -1), depth_weights=(1.0,))
+
+
+@pytest.mark.parametrize("kind", [{}, HEAD])
+def test_measured_costs(monkeypatch, kind):
   """Timed as decoding has both: a head of its own on a CPU, blocks of columns.
 
   The draft is tied and shares the target's embedding. No clock is looked at.
@@ -501,11 +505,13 @@ def test_measured_costs(monkeypatch):
     embedding="shared",
     head=0,
   )
+  config.draft.update(kind)
   draft = students.make(config, teacher)
   seen, measure = {}, costs.timing.measure
 
   def watched(target, params, drafts, **options):
     seen.update(params=params, own=drafts[""].params, **options)
+    seen.update(features=drafts[""].drafter.features)
     return measure(target, params, drafts, **options)
 
   monkeypatch.setattr(costs.timing, "measure", watched)
@@ -524,9 +530,12 @@ def test_measured_costs(monkeypatch):
   for cost in (found.plain, found.draft, *found.round.values()):
     assert 0 < cost.median < 100
   assert seen["slots"] == 128 and seen["sampling"] == dict(temperature=0.7)
+  if kind:
+    assert seen["features"] == (0, config.architecture.num_hidden_layers - 1)
+    assert seen["own"]["fuse"]["kernel"].ndim == 3
   for params in (seen["params"], seen["own"]):
     assert params["head"].shape == (6, 64, 64)  # 384 logits in blocks of 64
-    kernel = params["layer_1"]["gate_up"]["kernel"]
+    kernel = params["layer_0"]["gate_up"]["kernel"]
     assert kernel.shape == (6, 64, 64) and kernel.dtype == np.float32
   c, v, o = timing.units(found, 2)  # they reach from 0 to K
   assert np.isfinite([c, *v, *o]).all()
