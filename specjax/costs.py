@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from specjax import student as students
 from specjax import timing, types
-from specjax.drafters import lm
+from specjax.drafters import feature, lm
 from specjax.errors import UserError
 from specjax.models import load, transformer, weights
 
@@ -101,11 +101,18 @@ def measured(
     UserError: slots or contexts do not hold a round.
   """
   dtype = teacher.params["embed"].dtype
-  target = _stored(teacher.loaded, teacher.params, dtype)
+  config, stored = _stored(teacher.loaded, teacher.params, dtype)
+  target = transformer.make(config, dtype)
   merged = students.merged(student.shared, params)
-  model, own = _stored(student.config, merged, dtype)
-  drafter = lm.make(model, target[0].vocab_size, ids=student.ids)
-  room = min(slots, target[0].context, model.context)
+  config, own = _stored(student.config, merged, dtype)
+  vocab_size = target.vocab_size
+  if student.features:
+    config = feature.Config(config, student.features)
+    drafter = feature.make(config, vocab_size, ids=student.ids)
+  else:
+    model = transformer.make(config, dtype)
+    drafter = lm.make(model, vocab_size, ids=student.ids)
+  room = min(slots, target.context, drafter.context)
   try:
     context, steps = timing.fit(room, context, num_draft, 8)
   except ValueError as e:
@@ -115,7 +122,8 @@ def measured(
   draft = types.Draft(drafter, own, num_draft)
   widths = {2**i for i in range(num_draft.bit_length())} | {num_draft}
   return timing.measure(
-    *target,
+    target,
+    stored,
     {"": draft},
     batch=1,
     slots=slots,
@@ -129,12 +137,11 @@ def measured(
 
 
 def _stored(config, params, dtype):
-  """(Target, params) as `load.model` has them for decoding here."""
+  """(config, params) as `load.model` has them for decoding here."""
   untie, block = load.untie_here(), load.block_here()
   if untie and config.tied:
     params = {**params, "head": params["embed"].T}
   if config.block != block:
     params = weights.in_blocks(params, block)
   params = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
-  config = weights.as_loaded(config, untie, block)
-  return transformer.make(config, jnp.dtype(dtype)), params
+  return weights.as_loaded(config, untie, block), params

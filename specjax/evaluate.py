@@ -1,9 +1,11 @@
 """What a draft in training is worth: held-out texts under both models.
 
 Each batch of held-out rows is one pass of teacher and student without a cache,
-heads in chunks of positions. p and q are those of decoding, truncation and
-T = 0 included, at the temperature that the row was sampled at; from log p and
-log q of its tokens comes what `predict` says of speculation, which needs none.
+heads in chunks of positions; a draft whose q depends on where its round began
+is unrolled to every depth of a round. p and q are those of decoding, truncation
+and T = 0 included, at the temperature that the row was sampled at; from log p
+and log q of its tokens comes what `predict` says of speculation, which needs
+none.
 
 Temperatures are told apart, since E[N] is right only for text x ~ p at that
 very temperature; "mix" is all rows at once, total tokens / total rounds. Given
@@ -18,10 +20,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import forced, losses, objective, predict, trajectories
+from specjax import (
+  chunks,
+  forced,
+  losses,
+  objective,
+  predict,
+  reach,
+  step,
+  trajectories,
+)
 from specjax import sampling as laws
 from specjax import student as students
-from specjax.drafters import lm
 
 RULES = ("token", "block")
 
@@ -35,7 +45,7 @@ class Worth(NamedTuple):
 
   texts: int
   tokens: int  # n, of answers
-  alpha: float  # mean over tokens of sum min(p, q)
+  alpha: float  # mean over tokens of sum min(p, q), as a round's first
   agreement: float  # share of tokens where argmax p = argmax q
   forward_kl: float  # mean over tokens of `losses.forward_kl`: q untruncated
   # [K] alpha of the j-th token of a draft whose first j - 1 were accepted: mean
@@ -100,7 +110,7 @@ def evaluate(
     at, own = _samplings(sampling, some.temperature, draft_temperature)
     found = _pass(
       teacher.target,
-      student.model,
+      step.forward(student, num_draft),
       teacher.params,
       merged,
       some,
@@ -133,10 +143,10 @@ class _Tokens(NamedTuple):
   """Of each position, [B, T]; of a row's answer tokens, [n]."""
 
   log_p: jax.Array  # of the next token
-  log_q: jax.Array
-  alpha: jax.Array
-  agree: jax.Array  # bool
-  kl: jax.Array
+  log_q: jax.Array  # [..., J] at each depth of a round; J = 1: alike at all
+  alpha: jax.Array  # [..., J]
+  agree: jax.Array  # bool, at depth 1
+  kl: jax.Array  # at depth 1
 
 
 def _samplings(sampling, temperature, draft_temperature):
@@ -155,36 +165,39 @@ def _samplings(sampling, temperature, draft_temperature):
 @functools.partial(
   jax.jit, static_argnums=(0, 1), static_argnames=("ids", "chunk")
 )
-def _pass(target, model, params, own_params, batch, at, own, *, ids, chunk):
+def _pass(target, forward, params, own_params, batch, at, own, *, ids, chunk):
   """`_Tokens` of a batch."""
   B, T = batch.tokens.shape
   places = jnp.broadcast_to(jnp.arange(T), (B, T))
-  teacher, _, _ = target.apply(params, batch.tokens, places, None)
-  known = lm.known(model, batch.tokens)
-  student, _, _ = model.apply(own_params, known, places, None)
+  teacher, taps, _ = target.apply(
+    params, batch.tokens, places, None, features=forward.features
+  )
+  student = forward.hidden(own_params, batch, teacher, taps)
   law = jax.vmap(jax.vmap(laws.probabilities, (0, None)))
 
   def values(logits, own_logits, labels):
     p = law(logits, at)
     own_logits = own_logits[..., : target.vocab_size]
     at_ids = jnp.arange(own_logits.shape[-1]) if ids is None else jnp.array(ids)
-    log_q, alpha = forced.judged(p, own_logits, labels, own, at_ids)
+    judge = lambda z: forced.judged(p, z, labels, own, at_ids)
+    log_q, alpha = jax.vmap(judge, 2, 2)(own_logits)
+    first = own_logits[:, :, 0]
     T = jnp.where(own.temperature > 0, own.temperature, 1)[:, None, None]
-    z = jax.nn.log_softmax(own_logits.astype(jnp.float32) / T)
+    z = jax.nn.log_softmax(first.astype(jnp.float32) / T)
     return _Tokens(
       log_p=jnp.log(jnp.take_along_axis(p, labels[..., None], -1)[..., 0]),
       log_q=log_q,
       alpha=alpha,
-      agree=_first_best(logits) == at_ids[_first_best(own_logits)],
+      agree=_first_best(logits) == at_ids[_first_best(first)],
       kl=losses.forward_kl.equation(p[..., at_ids], z),
     )
 
   heads = (
     functools.partial(target.unembed, params),
-    functools.partial(model.unembed, own_params),
+    functools.partial(forward.unembed, own_params),
   )
-  rows = teacher, student, batch.mask, batch.labels
-  return objective.chunked(values, heads, *rows, chunk=chunk)
+  rows = teacher, objective.by_depth(student), batch.mask, batch.labels
+  return chunks.chunked(values, heads, *rows, chunk=chunk)
 
 
 def _first_best(logits):
@@ -196,16 +209,16 @@ def _first_best(logits):
 
 def _worth(parts, K, costs):
   """`Worth` of a list of texts' `_Tokens`."""
-  texts = _texts(parts, K)
+  texts, alpha = _texts(parts, K)
   joined = _Tokens(*map(np.concatenate, zip(*parts, strict=True)))
   predictions = {rule: predict.predict(texts, rule) for rule in RULES}
   return Worth(
     texts=len(parts),
     tokens=len(joined.alpha),
-    alpha=float(joined.alpha.mean()),
+    alpha=float(joined.alpha[:, 0].mean()),
     agreement=float(joined.agree.mean()),
     forward_kl=float(joined.kl.mean()),
-    alpha_by_depth=_by_depth(texts),
+    alpha_by_depth=_by_depth(texts, alpha),
     predictions=predictions,
     speedups={
       rule: predict.speedups(found, costs)
@@ -215,36 +228,35 @@ def _worth(parts, K, costs):
 
 
 def _texts(parts, K):
-  """`predict.Texts` of a list of `_Tokens`."""
+  """`predict.Texts` of a list of `_Tokens`, and alpha [P, N, K] like log_q."""
   length = np.array([len(x.alpha) for x in parts])
-  pad = lambda field, value: np.stack(
-    [
-      np.pad(
-        np.asarray(getattr(x, field), np.float64),
-        (0, length.max() - n),
-        constant_values=value,
-      )
-      for x, n in zip(parts, length, strict=True)
+
+  def pad(found, value):
+    wide = [(0, 0)] * (found[0].ndim - 1)
+    each = [
+      np.pad(x, [(0, length.max() - len(x)), *wide], constant_values=value)
+      for x in found
     ]
-  )
-  log_p = pad("log_p", 0)
+    return np.stack(each).astype(np.float64)
+
+  log_p = pad([x.log_p for x in parts], 0)
   # a token that this pass's rounding truncates, or of given text: p is unknown
   log_p = np.where(np.isneginf(log_p), 0, log_p)
-  log_q = forced.windows(pad("log_q", -np.inf), K)
-  return predict.Texts(length, log_p, log_q, pad("alpha", 0))
+  log_q = pad([reach.by_start(x.log_q, K, -np.inf) for x in parts], -np.inf)
+  alpha = pad([reach.by_start(x.alpha, K, 0) for x in parts], 0)
+  return predict.Texts(length, log_p, log_q, alpha[..., 0]), alpha
 
 
-def _by_depth(texts):
-  """`Worth.alpha_by_depth` [K]."""
-  (_, N), K = texts.log_p.shape, texts.log_q.shape[-1]
+def _by_depth(texts, alpha):
+  """`Worth.alpha_by_depth` [K]; alpha: [P, N, K] by [start, depth]."""
+  (_, N, K), found = alpha.shape, []
   A = predict.survival(texts.log_p, texts.log_q, "token")
-  found = np.zeros(K)
   for j in range(K):
     there = np.arange(N) + j < texts.length[:, None]  # [P, N] starts
-    weight = np.where(there, A[..., j], 0)[:, : N - j]
+    weight = np.where(there, A[..., j], 0)
     total = weight.sum()
-    found[j] = (weight * texts.alpha[:, j:]).sum() / total if total else 0
-  return found
+    found.append((weight * alpha[..., j]).sum() / total if total else 0)
+  return np.array(found)
 
 
 def score(evaluation):

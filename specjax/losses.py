@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 from jax.scipy.special import logsumexp, xlogy
 
+from specjax import reach
 from specjax.sampling import probabilities
 from specjax.types import Sampling
 
@@ -250,8 +251,10 @@ def expected_length(log_ratio, alpha, weights, *, num_draft, verifier="block"):
   call may fall while this rises; `renewal.expected_rounds` is what counts.
 
   Args:
-    log_ratio: [..., T] ln rho of the token at each position, of `log_ratio`.
-    alpha: [..., T] of `acceptance`.
+    log_ratio: [..., T] ln rho of the token at each position, of `log_ratio`; or
+      [..., T, J], J >= K, by what the position's token is to its round: drafted
+      first, second, ...
+    alpha: of `acceptance`, like log_ratio.
     weights: [..., T]. Where they are 0 the others may be anything; a round ends
       there, behind the last position, and at a token of p(x) = 0.
     num_draft: K.
@@ -260,37 +263,16 @@ def expected_length(log_ratio, alpha, weights, *, num_draft, verifier="block"):
   Returns:
     [..., T], by start, times weights.
   """
-  A = jnp.exp(log_survival(log_ratio, weights, num_draft, verifier))
+  A = jnp.exp(reach.log_survival(log_ratio, weights, num_draft, verifier))
   if verifier == "block":
     return weighted(-A.sum(0), weights)
-  alpha = jnp.where(weights > 0, alpha, 0)
-  length = A[0] + sum(A[i] * _ahead(alpha, i, 0) for i in range(num_draft))
+
+  def tested(i):  # alpha of the token that is drafted i-th, from 0
+    found = jnp.where(weights > 0, reach.at_depth(alpha, i, weights), 0)
+    return reach.ahead(found, i, 0)
+
+  length = A[0] + sum(A[i] * tested(i) for i in range(num_draft))
   return weighted(-length, weights)
-
-
-def log_survival(log_ratio, weights, num_draft, verifier):
-  """ln P(the first j drafted tokens are kept | text) [K + 1, ..., T]."""
-  if verifier not in ("token", "block"):
-    raise ValueError(f"verifier must be token or block, not {verifier!r}")
-  real = (weights > 0) & (log_ratio != jnp.inf)
-  log_rho = jnp.where(real, log_ratio, -jnp.inf)
-  log_A = log_product = jnp.zeros_like(log_rho)
-  found = [log_A]
-  for i in range(num_draft):
-    log_rho_i = _ahead(log_rho, i, -jnp.inf)
-    if verifier == "token":
-      log_A = log_A + _least(0.0, log_rho_i)
-    else:
-      log_product = log_product + log_rho_i
-      log_A = jnp.minimum(log_A, log_product)
-    found.append(log_A)
-  return jnp.stack(found)
-
-
-def _ahead(x, i, end):
-  """x of the i-th position from each start, `end` behind the last."""
-  more = jnp.full((*x.shape[:-1], i), end, x.dtype)
-  return jnp.concatenate([x[..., i:], more[..., : x.shape[-1]]], -1)
 
 
 def weighted(values, weights):

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from specjax import losses, renewal
+from specjax import chunks, losses, reach, renewal
 
 LOSSES = {
   loss.__name__: loss
@@ -39,14 +39,14 @@ class Sums(NamedTuple):
 
   loss: jax.Array  # [] sum of weights * loss, the one that has a gradient
   weight: jax.Array  # [] sum of weights
-  alpha: jax.Array  # [] sum of weights * alpha
+  alpha: jax.Array  # [] sum of weights * alpha, at depth 1
 
 
 class Positions(NamedTuple):
-  """What the draft is worth at each position."""
+  """What the draft is worth at each position, [B, T], or [B, T, J] by depth."""
 
-  alpha: jax.Array  # [B, T]
-  log_ratio: jax.Array  # [B, T], ln q(x) / p(x) of the text's token
+  alpha: jax.Array
+  log_ratio: jax.Array  # ln q(x) / p(x) of the text's token
 
 
 def phase(schedule, fraction):
@@ -92,19 +92,37 @@ def _entries(schedule):
   return entries
 
 
-def total(schedule, fraction, teacher, student, weights, labels=None, **how):
+def total(
+  schedule,
+  fraction,
+  teacher,
+  student,
+  weights,
+  labels=None,
+  *,
+  depth_weights=(1.0,),
+  **how,
+):
   """The `Sums` of the loss that rules now; no other one is computed.
+
+  A draft whose law depends on where its round began has hidden states at each
+  depth of a round. A loss of positions is then the mean over depths of its
+  values there, by `depth_weights`; where no round can have come so deep it is
+  0, as outside the answer. A loss along rows judges the token that is drafted
+  j-th from a start by depth j, and weighs depths by itself. alpha is depth 1's.
 
   Args:
     schedule, fraction: of `phase`.
-    teacher, student: [B, T, D], [B, T, Dq] hidden states; the first constants.
+    teacher: [B, T, D] hidden states, constants.
+    student: [B, T, Dq], or [B, T, J, Dq] by depth.
     weights: [B, T], of the label of each position; where they are 0 hidden
       states may hold NaN.
     labels: [B, T] the token behind each position; losses along rows need it.
+    depth_weights: [J] >= 0, in any unit.
     **how: keywords of `positions`.
 
   Raises:
-    ValueError: see `phase`; no labels where they are needed.
+    ValueError: see `phase`; no labels where they are needed; other depths.
   """
   branches = []
   for name, _, options in _entries(schedule):
@@ -112,7 +130,9 @@ def total(schedule, fraction, teacher, student, weights, labels=None, **how):
     loss = functools.partial(equation or LOSSES[name], **options)
     args = loss, teacher, student, weights
     if equation:
-      branches.append(functools.partial(_by_positions, *args, **how))
+      branches.append(
+        functools.partial(_by_positions, *args, depth_weights, **how)
+      )
     elif labels is None:
       raise ValueError(f"{name} needs the labels")
     else:
@@ -125,7 +145,8 @@ def _by_starts(loss, teacher, student, weights, labels, **how):
   """`Sums` of a loss that looks along the row."""
   at = positions(teacher, student, weights, labels, **how)
   loss = loss(at.log_ratio, at.alpha, weights)
-  alpha = losses.weighted(lax.stop_gradient(at.alpha), weights)
+  alpha = reach.at_depth(lax.stop_gradient(at.alpha), 0, weights)
+  alpha = losses.weighted(alpha, weights)
   return Sums(loss.sum(), weights.astype(loss.dtype).sum(), alpha.sum())
 
 
@@ -143,8 +164,6 @@ def positions(
 ):
   """alpha and ln rho of every position; both have a gradient.
 
-  Logits are made again in the backward pass.
-
   Args:
     teacher, student, weights, labels: see `total`. What is returned where
       weights are 0 is arbitrary, and finite.
@@ -161,44 +180,29 @@ def positions(
   how = _deployment(**deployment)
 
   def values(teacher, student, labels):
-    p, log_q = losses.laws(teacher, student, ids=ids, **how)
+    p, log_q = losses.laws(teacher[..., None, :], student, ids=ids, **how)
+    labels = labels[..., None]
     alpha = losses.acceptance.equation(p, log_q)
     return Positions(alpha, losses.log_ratio(p, log_q, labels, ids=ids))
 
   heads = teacher_unembed, student_unembed
-  args = teacher, student, weights, labels
-  return chunked(values, heads, *args, chunk=chunk)
+  args = teacher, by_depth(student), weights, labels
+  found = chunks.chunked(values, heads, *args, chunk=chunk)
+  if student.ndim == 4:
+    return found
+  return jax.tree.map(lambda x: x[..., 0], found)
 
 
-def chunked(values, heads, teacher, student, weights, labels, *, chunk):
-  """What `values` makes of the logits, `chunk` positions of each row at a time.
-
-  Args:
-    values: (teacher's logits [B, chunk, V], student's [B, chunk, Vq], labels
-      [B, chunk]) -> a tree of [B, chunk].
-    heads: the two unembeds; and the other arguments: see `positions`.
-
-  Returns:
-    The tree of [B, T].
-  """
-
-  @jax.checkpoint
-  def at(xs):
-    *states, weights, labels = xs
-    of = lambda head, x: head(_there(x, weights))
-    return values(*map(of, heads, states), labels)
-
-  xs = lax.stop_gradient(teacher), student, weights, labels
-  chunks = jax.tree.map(functools.partial(_split, chunk=chunk), xs)
-  join = functools.partial(_join, T=weights.shape[1])
-  return jax.tree.map(join, lax.map(at, chunks))
+def by_depth(student):
+  """Hidden states [B, T, J, Dq]; those of a draft without depths as one."""
+  return student if student.ndim == 4 else student[:, :, None]
 
 
 def _deployment(*, sampling=losses.PLAIN, temperature=None, **rest):
-  """Keywords of `losses.laws` for [B, T] positions."""
+  """Keywords of `losses.laws` for [B, T, J] laws."""
   if temperature is not None:
     own = jnp.where(jnp.isnan(temperature), sampling.temperature, temperature)
-    sampling = sampling._replace(temperature=own[:, None])
+    sampling = sampling._replace(temperature=own[:, None, None])
   return {"sampling": sampling, **rest}
 
 
@@ -207,6 +211,7 @@ def _by_positions(
   teacher,
   student,
   weights,
+  depth_weights,
   *,
   teacher_unembed,
   student_unembed,
@@ -214,87 +219,32 @@ def _by_positions(
   ids=None,
   **deployment,
 ):
-  """`Sums` of an equation.
-
-  A sum's gradient is known up to a factor as soon as the sum is: each chunk's
-  is taken while its logits are there, which saves making them again.
-  """
+  """`Sums` of an equation; the teacher's laws are made once for all depths."""
   how = _deployment(**deployment)
-  xs = lax.stop_gradient(teacher), student, weights
-  xs = tuple(_split(x, chunk) for x in xs)
+  student, share = by_depth(student), jnp.asarray(depth_weights, float)
+  if share.shape != student.shape[2:3]:
+    raise ValueError(
+      f"{student.shape[2]} depths need as many depth_weights, got {share.shape}"
+    )
+  each = reach.reached(weights, len(share)) * (share / share.sum())
+  xs = lax.stop_gradient(teacher), student, (weights, each)
+  xs = jax.tree.map(lambda x: chunks.split(x, chunk), xs)
   teacher_head, fixed = jax.closure_convert(teacher_unembed, xs[0][0])
   student_head, heads = jax.closure_convert(student_unembed, xs[1][0])
   fixed = fixed, how  # traced temperatures too: a custom_vjp closes over none
 
   def sums(heads, student, fixed, teacher, weights):
-    fixed, how = fixed
+    (fixed, how), (weights, each) = fixed, weights
+    teacher = teacher_head(chunks.there(teacher, weights), *fixed)
     p, log_q = losses.laws(
-      teacher_head(_there(teacher, weights), *fixed),
-      student_head(_there(student, weights), *heads),
+      teacher[..., None, :],
+      student_head(chunks.there(student, weights), *heads),
       ids=ids,
       **how,
     )
-    loss = losses.weighted(equation(p, log_q), weights)
-    alpha = losses.weighted(losses.acceptance.equation(p, log_q), weights)
+    loss = losses.weighted(equation(p, log_q), each)
+    alpha = losses.acceptance.equation(p[..., 0, :], log_q[..., 0, :])
+    alpha = losses.weighted(alpha, weights)
     return loss.sum(), (weights.astype(loss.dtype).sum(), alpha.sum())
 
-  return Sums(*_summed(sums, heads, xs[1], fixed, xs[0], xs[2]))
-
-
-def _summed(sums, heads, student, fixed, teacher, weights):
-  """(loss, weight, alpha) of all chunks; loss has a gradient by the first two.
-
-  sums(heads, student, fixed, teacher, weights) -> (loss, (weight, alpha)) of
-  one chunk; the arguments are [n, ...] but for heads and fixed.
-  """
-
-  @jax.custom_vjp
-  def value(heads, student, fixed, teacher, weights):
-    each = lambda xs: sums(heads, xs[0], fixed, *xs[1:])
-    loss, (weight, alpha) = lax.map(each, (student, teacher, weights))
-    return loss.sum(), weight.sum(), alpha.sum()
-
-  def forward(heads, student, fixed, teacher, weights):
-    gradient = jax.value_and_grad(sums, argnums=(0, 1), has_aux=True)
-
-    def step(d_heads, xs):
-      (loss, aux), (d, d_student) = gradient(heads, xs[0], fixed, *xs[1:])
-      d_heads = [a + b.astype(a.dtype) for a, b in zip(d_heads, d, strict=True)]
-      return d_heads, (loss, *aux, d_student)
-
-    wide = lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
-    d_heads, (*values, d_student) = lax.scan(
-      step, [wide(x) for x in heads], (student, teacher, weights)
-    )
-    kept = [d.astype(x.dtype) for d, x in zip(d_heads, heads, strict=True)]
-    return tuple(x.sum() for x in values), (kept, d_student)
-
-  def backward(gradients, cotangents):
-    scale = lambda g: (cotangents[0] * g).astype(g.dtype)
-    d_heads, d_student = jax.tree.map(scale, gradients)
-    return d_heads, d_student, None, None, None
-
-  value.defvjp(forward, backward)
-  return value(heads, student, fixed, teacher, weights)
-
-
-def _there(hidden, weights):
-  """Hidden states with 0 for those of weight 0.
-
-  Masking the loss is not enough: the gradient of a head's weights is a product
-  with the states, and 0 * NaN is NaN.
-  """
-  return jnp.where((weights > 0)[..., None], hidden, 0)
-
-
-def _split(x, chunk):
-  """[B, T, ...] as [n, B, chunk, ...], padded with 0."""
-  B, T, *rest = x.shape
-  x = jnp.pad(x, [(0, 0), (0, -T % chunk), *[(0, 0)] * len(rest)])
-  return jnp.moveaxis(x.reshape(B, -1, chunk, *rest), 1, 0)
-
-
-def _join(x, T):
-  """[n, B, chunk] as [B, T]."""
-  x = jnp.moveaxis(x, 0, 1)
-  return x.reshape(len(x), -1)[:, :T]
+  return Sums(*chunks.summed(sums, heads, xs[1], fixed, xs[0], xs[2]))

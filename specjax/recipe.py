@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from specjax import cli, costs, objective, speak, student
+from specjax import asked, cli, costs, objective, speak
 from specjax.errors import UserError
 from specjax.runtime import DTYPES
 from specjax.types import Sampling
@@ -31,7 +31,7 @@ def check(config):
     )
   _check_data(config.data, config.batch_size)
   _one_of("dtype", config.dtype, DTYPES)
-  student.check(config.draft)
+  asked.check(config.draft)
   for key in (
     *("steps", "batch_size", "accumulate", "length", "chunk", "log_every"),
     *("evaluation.every", "evaluation.rows", "evaluation.batch"),

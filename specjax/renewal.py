@@ -14,7 +14,7 @@ rounds are its rejections: rounds a token = 1 - alpha, and this is
 import jax.numpy as jnp
 from jax import lax
 
-from specjax import losses
+from specjax import losses, reach
 
 
 def expected_rounds(log_ratio, alpha, weights, *, num_draft, verifier="block"):
@@ -29,7 +29,7 @@ def expected_rounds(log_ratio, alpha, weights, *, num_draft, verifier="block"):
   draft: the derivative goes straight through, by the starts' chances too.
 
   Args:
-    log_ratio, weights: [..., T]; see `losses.expected_length`.
+    log_ratio, weights: of `losses.expected_length`.
     alpha: not needed.
     num_draft: K.
     verifier: "token" or "block".
@@ -38,7 +38,7 @@ def expected_rounds(log_ratio, alpha, weights, *, num_draft, verifier="block"):
     [..., T], by start, times weights.
   """
   del alpha
-  A = jnp.exp(losses.log_survival(log_ratio, weights, num_draft, verifier))
+  A = jnp.exp(reach.log_survival(log_ratio, weights, num_draft, verifier))
   law = A - jnp.concatenate([A[1:], jnp.zeros_like(A[:1])])  # P(N = 1..K+1)
   there = weights > 0
   before = jnp.pad(there, [(0, 0)] * (there.ndim - 1) + [(1, 0)])[..., :-1]

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from specjax import objective
+from specjax.drafters import feature as heads
 from specjax.drafters import lm as drafting
 
 
@@ -26,11 +27,23 @@ class Forward(NamedTuple):
 
   features: tuple  # target layers whose outputs it reads, () for none
   # (params, `trajectories.Batch`, the teacher's last hidden states [B, T, D],
-  #   taps [B, T, F, D]) -> [B, T, Dq]
+  #   taps [B, T, F, D]) -> [B, T, Dq], or [B, T, J, Dq] by depth of a round
   hidden: Callable
   unembed: Callable  # (params, [..., Dq]) -> logits [..., Vq]
 
 
+def forward(student, depths):
+  """Return the `Forward` of a `Student`, the very same one each time.
+
+  Args:
+    depths: J, to which a head that reads features is unrolled.
+  """
+  if not student.features:
+    return lm(student.model)
+  return feature(heads.Config(student.config, student.features), depths)
+
+
+@functools.cache  # it is static in jitted programs
 def lm(model):
   """Return the `Forward` of a plain language model, a `Target`."""
 
@@ -40,6 +53,17 @@ def lm(model):
     return model.apply(params, tokens, _positions(tokens), None)[0]
 
   return Forward((), hidden, model.unembed)
+
+
+@functools.cache
+def feature(config, depths):
+  """Return the `Forward` of a head on the target's features, unrolled."""
+
+  def hidden(params, batch, teacher_hidden, taps):
+    del teacher_hidden
+    return heads.unroll(config, params, batch.tokens, taps, depths)
+
+  return Forward(config.features, hidden, functools.partial(heads.head, config))
 
 
 class State(NamedTuple):
@@ -64,7 +88,7 @@ class Report(NamedTuple):
   """What is told of a step; not donated, so that it can be read later."""
 
   loss: jax.Array  # [] mean over the supervised tokens since the last line
-  alpha: jax.Array  # [] the same
+  alpha: jax.Array  # [] the same, of the first drafted token
   tokens: jax.Array  # [] how many these are
   now: jax.Array  # [] the loss of this step alone
   norm: jax.Array  # [] of the mean gradient, before clipping

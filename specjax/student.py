@@ -1,10 +1,12 @@
 """The draft that is trained: where it starts, what it shares, what it says.
 
-It starts from a model of its own, from layers of the target or from random
-numbers. Its embedding is its own or the target's, which then stays as it is.
+A language model starts from a model of its own, from layers of the target or
+from random numbers. Its embedding is its own or the target's, which then stays
+as it is. A head that reads the target's features starts from an earlier one or
+from one or two of the target's layers, beside the target's embedding.
+
 Its head may know only the ids that are frequent in what the target says: the
-head is most of a small draft's cost. The map from logits to ids belongs to the
-weights, and is never made a second time for them (B61).
+head is most of a small draft's cost; see `vocabulary`.
 """
 
 import dataclasses
@@ -14,11 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import cli, pair, types
+from specjax import asked as asks
+from specjax import cli, pair, types, vocabulary
+from specjax.drafters import feature
 from specjax.errors import UserError
 from specjax.models import (
   describe,
-  exported,
   families,
   load,
   transformer,
@@ -32,8 +35,8 @@ class Student(NamedTuple):
   they may be donated. `shared` are the target's arrays: never donate them.
   """
 
-  model: types.Target  # its functions take `merged` parameters
-  config: transformer.Config  # of the merged tree, matrices whole
+  model: types.Target | None  # it takes `merged`; None: it is none by itself
+  config: transformer.Config  # of the merged tree's layers, matrices whole
   shared: dict  # {} or {"embed": [V, D]}
   params: dict  # what is trained, as it starts
   ids: tuple[int, ...] | None  # the token of each logit, None: all
@@ -47,47 +50,20 @@ class _Start(NamedTuple):
   config: transformer.Config
   params: Any
   ids: tuple[int, ...] | None
+  features: tuple = ()
 
 
 def merged(shared, params):
-  """Return the tree that `Student.model` takes; nothing is copied."""
+  """Return a draft's whole tree; nothing is copied."""
   return {**params, **shared}
 
 
 def as_model(student, params, teacher):
-  """Return the `load.Model` of a student with some parameters."""
+  """Return the `load.Model` of a language model with some parameters."""
   tree = merged(student.shared, params)
   return load.Model(
     student.model, tree, teacher.tokenizer, student.config, student.config
   )
-
-
-def check(asked):
-  """Raise UserError for a config's `draft` that says no draft to train.
-
-  What needs the target is left to `check_target`, its data to `make`.
-  """
-  if asked.name != "lm":
-    raise UserError(f"--config.draft.name must be lm, got {asked.name!r}")
-  starts = ("weights", "layers", "architecture")
-  given = [key for key in starts if asked[key]]
-  if len(given) != 1:
-    raise UserError(
-      "a draft starts from exactly one of --config.draft.weights=REF,"
-      " --config.draft.layers=0,1 and draft.architecture, a dict in the config;"
-      f" got {' and '.join(given) or 'none'}"
-    )
-  if asked.embedding not in exported.EMBEDDINGS:
-    raise UserError(
-      f"--config.draft.embedding must be own or shared, got {asked.embedding!r}"
-    )
-  if not all(type(i) is int for i in asked.layers):
-    raise UserError(
-      "--config.draft.layers must be layer numbers, such as 0,1,29, got"
-      f" {','.join(map(str, asked.layers))}"
-    )
-  if asked.head < 0:
-    raise UserError(f"--config.draft.head must be at least 0, got {asked.head}")
 
 
 def check_target(asked, opened):
@@ -96,14 +72,28 @@ def check_target(asked, opened):
   Args:
     asked: a config's `draft`; opened: the target, a `load.Opened`.
   """
+  depth = opened.config.layers
+  pair.named_layers(asked.layers, depth)
+  features = _features(asked.features, depth)
   if asked.weights:
-    _opened(asked.weights, opened)
-  elif asked.layers:
-    pair.named_layers(asked.layers, opened.config.layers)
-  else:
+    _opened(asked, opened, features)
+  elif asked.architecture:
     config = _architecture(asked, opened)
     if asked.embedding == "shared":
       _check_shape(config, opened.config)
+
+
+def _features(asked, depth):
+  """Numbers from 0 of the target's layers that a draft reads."""
+  text = ",".join(map(str, asked))
+  if not all(-depth <= i < depth for i in asked):
+    raise UserError(
+      f"--config.draft.features={text}: the target has layers 0 to {depth - 1}"
+    )
+  found = tuple(i % depth for i in asked)
+  if len(set(found)) < len(found):
+    raise UserError(f"--config.draft.features={text} names a layer twice")
+  return found
 
 
 def make(config, teacher, found=None, *, ids=None, track=lambda leaves: leaves):
@@ -115,7 +105,7 @@ def make(config, teacher, found=None, *, ids=None, track=lambda leaves: leaves):
   embedding: one array, trained as one or frozen as one (B24).
 
   Args:
-    config: `seed` and `draft` of a training config; see `check`.
+    config: `seed` and `draft` of a training config; see `asked.check`.
     teacher: the target, a `load.Model`; `load.whole` where it is in blocks, or
       what is shared is a copy.
     found: the `trajectories.Trajectories` to train on, whose answers decide
@@ -127,29 +117,31 @@ def make(config, teacher, found=None, *, ids=None, track=lambda leaves: leaves):
     UserError: a draft that cannot be, or does not fit its target.
   """
   asked = config.draft
-  check(asked)
+  asks.check(asked)
   teacher = load.whole(teacher)
   if asked.weights:
-    start = _from_weights(asked.weights, teacher, track)
-  elif asked.layers:
-    start = _from_layers(asked.layers, teacher)
-  else:
+    start = _from_weights(asked, teacher, track)
+  elif asked.architecture:
     start = _fresh(asked, teacher, config.seed)
+  else:
+    start = _from_layers(asked, teacher)
   shared = {}
   if asked.embedding == "shared":
     _check_shape(start.config, teacher.config)
     shared = {"embed": teacher.params["embed"]}
     start = start._replace(params={**start.params, **shared})
-  ids = _vocabulary(asked, start, teacher, found, ids)
+  ids = vocabulary.kept(asked, start, teacher, found, ids)
   start = _trimmed(start, ids)
   params = {k: x for k, x in start.params.items() if k not in shared}
   describe.to_hf(start.config)  # what cannot be exported is not trained
+  model = transformer.make(start.config, jnp.float32)
   return Student(
-    transformer.make(start.config, jnp.float32),
+    None if start.features else model,
     start.config,
     shared,
     jax.tree.map(_master, params),
     ids,
+    start.features,
   )
 
 
@@ -158,33 +150,54 @@ def _master(x):
   return jnp.array(x, jnp.float32, copy=True)
 
 
-def _opened(reference, target):
+def _opened(asked, target, features):
   """The `load.Opened` of a draft's weights, which fits a target."""
+  reference = asked.weights
   file = load.opened(reference, draft=True)
+  its = file.lacks.features if file.lacks else ()
+  if bool(its) != (asked.name == "feature"):
+    kind = "feature" if its else "lm"
+    raise UserError(
+      f"{reference} holds another kind of draft; type"
+      f" --config.draft.name={kind}"
+    )
+  if features and its != features:
+    raise UserError(
+      f"{reference} reads the target's layers {','.join(map(str, its))}; leave"
+      " --config.draft.features away"
+    )
   pair.same_tokens(target.tokenizer, file.tokenizer)
   pair.check_shared(file, target.config, reference)
   return file
 
 
-def _from_weights(reference, teacher, track):
-  file = _opened(reference, teacher)
-  lent = None
-  if file.lacks and file.lacks.embedding == "shared":
+def _from_weights(asked, teacher, track):
+  features = _features(asked.features, teacher.config.layers)
+  file = _opened(asked, teacher, features)
+  lent, lacks = None, file.lacks
+  if lacks and lacks.embedding == "shared":
     lent = load.borrowed(file, teacher)
   params, config = file.read(
     dtype=jnp.float32, untie=False, block=0, track=track, lent=lent
   )
-  return _Start(config, params, file.lacks and file.lacks.ids)
+  if not lacks:
+    return _Start(config, params, None)
+  return _Start(config, params, lacks.ids, lacks.features)
 
 
 def _from_layers(asked, teacher):
-  layers = pair.named_layers(asked, teacher.config.layers)
+  """Layers of the target; of a feature head, which may name none, the last."""
+  depth = teacher.config.layers
+  layers = pair.named_layers(asked.layers or (-1,), depth)
   part = load.part(teacher, layers=layers)
   params = dict(part.params)
   if teacher.config.tied:
     params.pop("head", None)  # a copy, see `weights.load`
   config = dataclasses.replace(teacher.config, layers=len(layers))
-  return _Start(config, params, None)
+  features = _features(asked.features, depth)
+  if features:
+    params |= feature.begin(feature.Config(config, features))
+  return _Start(config, params, None, features)
 
 
 def _architecture(asked, target):
@@ -227,61 +240,6 @@ def _check_shape(config, target):
     )
 
 
-def _vocabulary(asked, start, teacher, found, restored):
-  """The ids that the head keeps, None: all."""
-  if restored is not None:
-    if start.ids not in (None, restored):
-      raise UserError(
-        f"{asked.weights} drafts other ids than the checkpoint; start in a new"
-        " workdir, or from the weights that it was started from"
-      )
-    return tuple(restored)
-  if start.ids is not None or not asked.head:
-    return start.ids
-  known = min(start.config.vocab_size, teacher.config.vocab_size)
-  if found is None:
-    raise ValueError("a trimmed vocabulary needs trajectories")
-  return frequent(
-    found,
-    asked.head,
-    vocab_size=known,
-    stop_ids=teacher.tokenizer.stop_ids,
-  )
-
-
-def frequent(found, count, *, vocab_size, stop_ids):
-  """Return the sorted ids of a trimmed vocabulary, a tuple of `count`.
-
-  They are the end tokens and, of the rest, what is most frequent in the
-  answers; of equally frequent ids the lower ones.
-
-  Args:
-    found: `trajectories.Trajectories`.
-    vocab_size: ids that target and draft have.
-
-  Raises:
-    UserError: count is more than there are, or not even the end tokens fit; or
-      there are no answers.
-  """
-  ends = [i for i in stop_ids if i < vocab_size]
-  if not max(len(ends), 1) <= count <= vocab_size:
-    raise UserError(
-      f"--config.draft.head must be 0 or in {max(len(ends), 1)}..{vocab_size},"
-      f" the end tokens and the vocabulary, got {count}"
-    )
-  t = np.arange(found.tokens.shape[1])
-  answer = (t >= found.prompt_length[:, None]) & (t < found.length[:, None])
-  if not answer.any():
-    raise UserError(
-      "no trajectory has an answer, whose ids --config.draft.head would count;"
-      " take other data"
-    )
-  counts = np.bincount(found.tokens[answer], minlength=vocab_size)[:vocab_size]
-  counts[ends] = counts.max() + 1
-  order = np.argsort(-counts, kind="stable")
-  return tuple(sorted(order[:count].tolist()))
-
-
 def _trimmed(start, ids):
   """The `_Start` whose head has a row for each of the ids."""
   if ids is None or start.ids is not None:
@@ -292,4 +250,4 @@ def _trimmed(start, ids):
   else:
     params["head"] = params["head"][:, at]
   config = dataclasses.replace(start.config, tied=False, head_size=len(ids))
-  return _Start(config, params, ids)
+  return start._replace(config=config, params=params, ids=ids)

@@ -83,7 +83,7 @@ def _run(config, folder):
     bar = terminal.track(out, "reading the draft's weights")
     draft = student.make(config, teacher, fed.train, ids=ids, track=bar)
     with shards.shown(out, "reading the texts") as watch:
-      fed = feed.with_states(config, fed, teacher, (), watch)
+      fed = feed.with_states(config, fed, teacher, draft.features, watch)
     optimiser = step.optimiser(config.optimiser, config.steps)
     job = session.Job(
       config,
@@ -171,9 +171,11 @@ def programs(config, teacher, draft, optimiser, dtype, answer=None):
   """
   own, most = config.optimiser, config.steps
   warmup = round(own.warmup * most)
+  # an lm is the same at every depth, and says so by having one
+  weights = tuple(config.draft.depth_weights) or (1.0,)
   return step.make(
     teacher.target,
-    step.lm(draft.model),
+    step.forward(draft, len(weights)),
     student.merged,
     optimiser,
     step.learning_rate(own.learning_rate, warmup, most),
@@ -182,6 +184,7 @@ def programs(config, teacher, draft, optimiser, dtype, answer=None):
     log_every=config.log_every,
     dtype=dtype,
     answer=answer,
+    depth_weights=weights,
     sampling=recipe.sampling(config),
     draft_temperature=recipe.draft_temperature(config),
     ids=draft.ids,

@@ -7,8 +7,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import pytest
+import student_test as trained
 import toy
 from lm_test import IDS, _model
+from unroll_test import decoded
 
 from configs import tiny
 from specjax import (
@@ -24,6 +26,7 @@ from specjax import (
   types,
 )
 from specjax import student as students
+from specjax.drafters import feature
 from specjax.errors import UserError
 from specjax.models import load
 
@@ -35,6 +38,7 @@ class Student(NamedTuple):
   shared: dict
   params: dict
   ids: tuple | None
+  features: tuple = ()
 
 
 def _asked(**options):
@@ -353,6 +357,97 @@ def test_a_trimmed_draft():
   assert got.alpha < 1
 
 
+# A head on the target's features
+
+
+def _round_by_round(model, draft, params, found, T):
+  """[(rho, alpha) [n, K] by start and depth] of each text, as decoding has it.
+
+  Every start is a prefill of its own, and a proposal whose draws are the
+  text's.
+  """
+  config = feature.Config(draft.config, draft.features)
+  drafter = feature.make(config, model.target.vocab_size, ids=draft.ids)
+  tokens = np.pad(found.tokens, ((0, 0), (0, 64 - found.tokens.shape[1])))
+  at = np.broadcast_to(np.arange(64), tokens.shape)
+  apply = jax.jit(model.target.apply, static_argnames="features")
+  hidden, taps, _ = apply(
+    model.params, tokens, at, None, features=draft.features
+  )
+  logits = np.asarray(model.target.unembed(model.params, hidden), float)
+  own = np.zeros(model.target.vocab_size, int)
+  own[list(draft.ids)] = np.arange(len(draft.ids))
+  spans = list(zip(found.prompt_length, found.length, strict=True))
+  row, start = np.array(
+    [(r, s) for r, (a, b) in enumerate(spans) for s in range(a, b)]
+  ).T
+  tree = students.merged(draft.shared, params)
+  q = decoded(drafter, tree, tokens, taps, row, start, K, (own, T))
+  texts = []
+  for r, (a, b) in enumerate(spans):
+    laws = np.asarray(q)[row == r]  # [n, K, V]
+    ratio, alpha = np.zeros((2, b - a, K))
+    for s, j in np.ndindex(b - a, K):
+      if a + s + j < b:
+        x, p = tokens[r, a + s + j], _law(logits[r, a + s + j - 1], T)
+        ratio[s, j] = laws[s, j, x] / p[x]
+        alpha[s, j] = np.minimum(p, laws[s, j]).sum()
+    texts.append((ratio, alpha))
+  return texts
+
+
+def _expected_by_start(texts, rule, k):
+  """(total tokens / total rounds, A_k, alpha_k), by loops."""
+  tokens = rounds = 0
+  above, below, A = 0.0, 0.0, []
+  for ratio, alpha in texts:
+    n, r = len(ratio), np.zeros(len(ratio) + k + 2)
+    r[0] = 1
+    for s in range(n):
+      reach = [
+        _survival(ratio[s], 0, min(j, n - s), rule) for j in range(k + 1)
+      ]
+      for j, (a, b) in enumerate(zip(reach, [*reach[1:], 0], strict=True)):
+        r[s + j + 1] += r[s] * (a - b)
+      if s + k <= n:
+        A.append(reach[k])
+        w = _survival(ratio[s], 0, k - 1, "token")
+        above, below = above + w * alpha[s, k - 1], below + w
+    tokens, rounds = tokens + n, rounds + r[:n].sum()
+  return tokens / rounds, np.mean(A), above / below
+
+
+def test_a_feature_head_is_what_its_rounds_are():
+  """One unrolled pass: alpha and A by [start, depth], E[N] and S.
+
+  Against every round of a drafter that is asked at every start.
+  """
+  model, T = trained.teacher(), 0.8
+  draft = trained.make(model, **trained.DRAFTS["feature"] | dict(head=200))
+  rng = np.random.default_rng(0)
+  params = jax.tree.map(
+    lambda x: x + np.float32(0.2 * rng.normal(size=x.shape)), draft.params
+  )
+  draw = lambda n: rng.integers(0, 300, n).tolist()
+  sizes = [(1, 9), (4, 2), (7, 16), (20, 1)]
+  found = trajectories.make([(draw(a), draw(b), T) for a, b in sizes])
+  got = evaluate.evaluate(
+    draft, params, model, found, sampling=_sampling(), **OPTIONS
+  ).mix
+  texts = _round_by_round(model, draft, params, found, T)
+  close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-6)
+  close(got.alpha, np.concatenate([alpha[:, 0] for _, alpha in texts]).mean())
+  for rule in ("token", "block"):
+    prediction, S = got.predictions[rule], got.speedups[rule]
+    for k in range(1, K + 1):
+      E_N, A, alpha = _expected_by_start(texts, rule, k)
+      close((prediction.tokens.mean[k], prediction.survival[k]), (E_N, A))
+      close(got.alpha_by_depth[k - 1], alpha)
+      close(S.mean[k], E_N / (1 + 0.4 * k / 4 + 0.1 * k + 0.05))
+  first, *_, last = got.alpha_by_depth
+  assert abs(first - last) > 0.001 and got.predictions["token"].survival[K] > 0
+
+
 # Costs
 
 
@@ -389,7 +484,11 @@ def test_bad_costs(options, words):
   assert "\n" not in str(e.value)
 
 
-def test_measured_costs(monkeypatch):
+HEAD = dict(name="feature", layers=(), features=(0, -1), depth_weights=(1.0,))
+
+
+@pytest.mark.parametrize("kind", [{}, HEAD])
+def test_measured_costs(monkeypatch, kind):
   """Timed as decoding has both: a head of its own on a CPU, blocks of columns.
 
   The draft is tied and shares the target's embedding. No clock is looked at.
@@ -401,14 +500,18 @@ def test_measured_costs(monkeypatch):
     weights="",
     layers=(0, -1),
     architecture={},
+    features=(),
+    depth_weights=(),
     embedding="shared",
     head=0,
   )
+  config.draft.update(kind)
   draft = students.make(config, teacher)
   seen, measure = {}, costs.timing.measure
 
   def watched(target, params, drafts, **options):
     seen.update(params=params, own=drafts[""].params, **options)
+    seen.update(features=drafts[""].drafter.features)
     return measure(target, params, drafts, **options)
 
   monkeypatch.setattr(costs.timing, "measure", watched)
@@ -427,9 +530,12 @@ def test_measured_costs(monkeypatch):
   for cost in (found.plain, found.draft, *found.round.values()):
     assert 0 < cost.median < 100
   assert seen["slots"] == 128 and seen["sampling"] == dict(temperature=0.7)
+  if kind:
+    assert seen["features"] == (0, config.architecture.num_hidden_layers - 1)
+    assert seen["own"]["fuse"]["kernel"].ndim == 3
   for params in (seen["params"], seen["own"]):
     assert params["head"].shape == (6, 64, 64)  # 384 logits in blocks of 64
-    kernel = params["layer_1"]["gate_up"]["kernel"]
+    kernel = params["layer_0"]["gate_up"]["kernel"]
     assert kernel.shape == (6, 64, 64) and kernel.dtype == np.float32
   c, v, o = timing.units(found, 2)  # they reach from 0 to K
   assert np.isfinite([c, *v, *o]).all()

@@ -49,6 +49,8 @@ def _student(teacher, **more):
     weights="",
     layers=(0,),
     architecture={},
+    features=(),
+    depth_weights=(),
     embedding="own",
     head=0,
   )

@@ -11,7 +11,8 @@ import pytest
 from pair_test import write_model
 from part_test import ARCHITECTURE
 
-from specjax import student, trajectories
+from specjax import student, trajectories, vocabulary
+from specjax.drafters import feature
 from specjax.errors import UserError
 from specjax.models import load, transformer
 
@@ -42,7 +43,14 @@ def teacher(kind="tied", dtype="float32"):
 def asked(**draft):
   """A training config of a draft."""
   default = dict(
-    name="lm", weights="", layers=(), architecture={}, embedding="own", head=0
+    name="lm",
+    weights="",
+    layers=(),
+    architecture={},
+    features=(),
+    depth_weights=(),
+    embedding="own",
+    head=0,
   )
   return ml_collections.ConfigDict(dict(seed=0, draft=default | draft))
 
@@ -77,6 +85,13 @@ DRAFTS = dict(
   twice=dict(layers=(1, 1)),
   fresh=dict(architecture=dict(num_hidden_layers=2)),
   beside=dict(architecture=dict(num_hidden_layers=1), embedding="shared"),
+  feature=dict(
+    name="feature",
+    features=(0, -1),
+    depth_weights=(1.0,),
+    embedding="shared",
+    head=20,
+  ),
 )
 
 
@@ -94,6 +109,8 @@ def test_buffers_of_its_own(kind, name):
   assert len({*ours}) == len(ours) and not {*ours} & {*theirs}
   assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(draft.params))
   want = transformer.shapes(draft.config)
+  if draft.features:
+    want = feature.shapes(feature.Config(draft.config, draft.features))
   tree = student.merged(draft.shared, draft.params)
   shape = lambda tree: jax.tree.map(lambda x: x.shape, tree)
   assert shape(tree) == shape(want)
@@ -179,12 +196,103 @@ def test_as_model():
   assert got.config.head_size == 20 and got.tokenizer is model.tokenizer
 
 
+# A head on the target's features
+
+
+@KINDS
+@pytest.mark.parametrize("layers", [(), (2,), (0, 2)])
+def test_a_feature_head_begins_as_the_target(kind, layers):
+  """Its layers, norm and head are the target's; the rest is said by hand."""
+  model = teacher(kind)
+  start = DRAFTS["feature"] | dict(layers=layers)
+  draft = make(model, **start)
+  assert draft.model is None and draft.features == (0, 2)
+  assert draft.shared["embed"] is model.params["embed"]
+  assert draft.config.layers == len(layers) or not layers
+  for i, layer in enumerate(layers or (2,)):
+    ours, theirs = draft.params[f"layer_{i}"], model.params[f"layer_{layer}"]
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+  ours, theirs = (x["norm"]["scale"] for x in (draft.params, model.params))
+  np.testing.assert_array_equal(ours, theirs)
+  untied = kind == "untied"
+  head = model.params["head"] if untied else model.params["embed"].T
+  np.testing.assert_array_equal(
+    draft.params["head"], np.asarray(head)[:, list(draft.ids)]
+  )
+  # g is the last feature, and half of it is what the layers see
+  config = feature.Config(draft.config, draft.features)
+  tree = student.merged(draft.shared, draft.params)
+  rng = np.random.default_rng(0)
+  taps = jnp.asarray(rng.normal(0, 3, (2, 20, 2, D)), jnp.float32)
+  g = feature.fuse(config, tree, taps)
+  np.testing.assert_array_equal(g, taps[:, :, 1])
+  x = np.asarray(feature.joined(config, tree, jnp.asarray(TOKENS), g))
+  normed = lambda x: x / np.sqrt((x**2).mean(-1, keepdims=True))
+  token = normed(np.asarray(model.params["embed"])[TOKENS])
+  want = (token + normed(np.asarray(g))) / 2
+  np.testing.assert_allclose(x, want, atol=2e-3)  # norm_eps
+
+
+def test_a_feature_heads_whole_head_is_the_targets():
+  """A tied one that is not trimmed is the embedding, which stays (B24)."""
+  for kind in ("tied", "untied here"):
+    draft = make(teacher(kind), **DRAFTS["feature"] | dict(head=0))
+    assert draft.ids is None and draft.config.tied
+    assert "head" not in draft.params
+  draft = make(teacher("untied"), **DRAFTS["feature"] | dict(head=0))
+  assert draft.params["head"].shape == (D, V)
+
+
+def test_masters_of_a_bfloat16_targets_feature_head():
+  """B56: float32, what no layer of the target has too."""
+  draft = make(teacher(dtype="bfloat16"), **DRAFTS["feature"])
+  assert {x.dtype.name for x in jax.tree.leaves(draft.params)} == {"float32"}
+  assert draft.shared["embed"].dtype == jnp.bfloat16
+
+
+_NOT_A_HEAD = [
+  (dict(architecture=dict(num_hidden_layers=1)), "starts from"),
+  (dict(weights="x", layers=(0,)), "leave the rest away"),
+  (dict(layers=(0, 1, 2)), "one or two layers of its own"),
+  (dict(embedding="own"), "type --config.draft.embedding=shared, got 'own'"),
+  (dict(features=()), "type --config.draft.features=-1 for the last"),
+  (dict(features=(3,)), "draft.features=3: the target has layers 0 to 2"),
+  (dict(features=(2, -1)), "draft.features=2,-1 names a layer twice"),
+  (dict(features=("a",)), "draft.features must be layer numbers"),
+  (dict(layers=(-4,)), "draft.layers=-4: the target has layers 0 to 2"),
+  (dict(depth_weights=()), "a number >= 0 for each depth"),
+  (dict(depth_weights=(1.0, -1.0)), "a number >= 0 for each depth"),
+  (dict(depth_weights=(0.0, 0.0)), "a number >= 0 for each depth"),
+  (dict(depth_weights=("a",)), "a number >= 0 for each depth"),
+]
+
+
+@pytest.mark.parametrize("draft, message", _NOT_A_HEAD)
+def test_a_feature_head_that_cannot_be(draft, message):
+  with pytest.raises(UserError) as error:
+    make(teacher(), **DRAFTS["feature"] | draft)
+  assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["features", "depth_weights"])
+def test_a_language_model_has_no_keys_of_a_feature_head(key):
+  with pytest.raises(UserError, match=f"draft.{key} is for .*name=feature"):
+    make(teacher(), **DRAFTS["own"] | {key: (1,)})
+
+
+def test_weights_of_another_kind(tmp_path):
+  model = load.whole(load.model(write_model(tmp_path / "target")))
+  weights = write_model(tmp_path / "draft")
+  with pytest.raises(UserError, match="another kind of draft.*name=lm"):
+    make(model, **DRAFTS["feature"] | dict(weights=weights, features=()))
+
+
 # The vocabulary
 
 
 def test_what_is_frequent():
   """Counted by hand: answers alone, end tokens first, then the lower id."""
-  count = lambda n: student.frequent(
+  count = lambda n: vocabulary.frequent(
     DATA, n, vocab_size=V, stop_ids=(256, 299, 999)
   )
   # 41 three times, 42 twice, 40 and 50 once; 7 is in a prompt, 0 pads
@@ -206,7 +314,7 @@ def test_frequencies_of_random_rows():
   counts = collections.Counter(int(t) for _, answer, _ in rows for t in answer)
   ranked = sorted(range(50), key=lambda i: (i != 9, -counts[i], i))
   for n in (1, 7, 31):
-    got = student.frequent(
+    got = vocabulary.frequent(
       trajectories.make(rows), n, vocab_size=50, stop_ids=(9,)
     )
     assert got == tuple(sorted(ranked[:n]))
@@ -215,7 +323,7 @@ def test_frequencies_of_random_rows():
 @pytest.mark.parametrize("count", [1, V + 1, 10**6])
 def test_a_vocabulary_that_cannot_be(count):
   with pytest.raises(UserError, match=r"draft.head must be 0 or in 2\.\.300"):
-    student.frequent(DATA, count, vocab_size=V, stop_ids=(5, 256))
+    vocabulary.frequent(DATA, count, vocab_size=V, stop_ids=(5, 256))
 
 
 def test_no_answers_to_count():
@@ -322,7 +430,7 @@ def test_a_model_with_other_tokens(tmp_path):
 @pytest.mark.parametrize(
   "draft, message",
   [
-    (dict(name="ngram", layers=(0,)), "draft.name must be lm, got 'ngram'"),
+    (dict(name="ngram", layers=(0,)), "must be lm or feature, got 'ngram'"),
     (dict(), "got none"),
     (dict(layers=(0,), weights="x"), "got weights and layers"),
     (dict(layers=("a",)), "draft.layers must be layer numbers"),

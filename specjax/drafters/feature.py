@@ -12,7 +12,7 @@ arXiv:2503.01840, three layers fused, and trained on its own states.)
 
 After verification the emitted tokens are fed again with the target's features,
 in one pass of K + 1 places, so that the cache never holds a guess about a
-token that is committed.
+token that is committed. Training sees what decoding sees: `unroll`.
 """
 
 import dataclasses
@@ -79,6 +79,62 @@ def head(config, params, a):
   weights = params["embed"].T if c.tied else params["head"]
   wide = jnp.promote_types(x.dtype, jnp.float32)
   return matrix.product(x, weights, wide)
+
+
+def begin(config):
+  """The arrays that no layer of a target has, as training begins with them.
+
+  g is the last of the features: a head that reads three layers begins as the
+  one that reads the last alone, whatever their sizes, and learns what the
+  others add. The layers see half the token and half g, both normalised, so
+  that neither hides the other.
+  """
+  c = config.layers
+  one, none = jnp.eye(c.width), jnp.zeros((c.width, c.width))
+  scale = jnp.ones(c.width)
+  return {
+    "fuse": {
+      "kernel": jnp.concatenate([none] * (len(config.features) - 1) + [one])
+    },
+    "join": {"kernel": jnp.concatenate([one, one]) / 2},
+    "token_norm": {"scale": scale},
+    "feature_norm": {"scale": scale},
+  }
+
+
+def unroll(config, params, tokens, taps, depths):
+  """a [B, T, J, D] of every token at each depth of a round, J = `depths`.
+
+  Depth j of place i is what `make`'s drafter has there when x_i is the token
+  that was drafted (j - 1)-th, so that the round began behind place i - j + 1,
+  and all its draws are the text's. Depth 1 reads the target's features, depth
+  j what depth j - 1 said one place before. It sees the keys of depth 1 up to
+  where the round began, and behind that its own round's: of depth d at place
+  i - j + d. One pass a depth over all places. (The training-time test of
+  EAGLE-3, Li et al. 2025, section 3; HASS, Zhang et al. 2025,
+  arXiv:2408.15766.)
+
+  Args:
+    tokens: [B, T]; taps: [B, T, F, D] of the target's layers, constants.
+
+  Returns:
+    a; where i < j - 1 no round can have begun, and it is arbitrary.
+  """
+  (B, T), c = tokens.shape, config.layers
+  places = jnp.arange(T)
+  at = jnp.broadcast_to(places, (B, T))
+  before, found, passes = fuse(config, params, taps), [], []
+  for j in range(depths):
+    behind = jnp.pad(before, ((0, 0), (1, 0), (0, 0)))[:, :T]
+    x = joined(config, params, tokens, behind)
+    ago = places[:, None] - places  # [T, T], of a query's and a key's place
+    seen = [ago >= j, *(ago == j - d for d in range(1, j + 1))]
+    mask = jnp.broadcast_to(jnp.concatenate(seen, 1), (B, T, (j + 1) * T))
+    caches = [kv.Passes(tuple(p[i] for p in passes)) for i in range(c.layers)]
+    before, keys = transformer.layers(c, params, x, at, mask, caches)
+    passes.append(keys)
+    found.append(before)
+  return jnp.stack(found, 2)
 
 
 @functools.cache
