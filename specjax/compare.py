@@ -17,6 +17,7 @@ from specjax import (
   play,
   report,
   request,
+  roofline,
   settings,
   terminal,
   timing,
@@ -36,6 +37,7 @@ class Asked(NamedTuple):
   lengths: tuple[int, ...]  # K, rising
   variants: tuple[dict, ...]  # of a language model's sampling, {}: as it is
   turns: int  # times that each cost is measured
+  there: roofline.There | None = None  # a size to foretell, None: as timed
 
 
 class Found(NamedTuple):
@@ -188,6 +190,8 @@ def run(out, config, asked, todo, dtype):
   some = texts(model, pairs, asked, answers, sizes, slots, bar)
   terminal.note(out, "timing drafted tokens, target calls and rounds")
   timed = costs(model, pairs, asked, answers, config, slots, bar("timing"))
+  if asked.there:
+    timed = roofline.elsewhere(timed, model, pairs, asked.there)
   base = report.build(
     plain, model, None, dtype, sizes, batches, seconds, interrupted=False
   )

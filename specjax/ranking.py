@@ -149,7 +149,7 @@ def build(found, asked, points, flags):
     "autoregressive": plain | {"outputs": outputs},
     "prediction": {
       "flags": flags,
-      "batch": 1,
+      "batch": asked.there.batch if asked.there else 1,
       "timed_verifier": compare.TIMED,
       "lengths": list(asked.lengths),
       "interval": predict.tokens_a_round.__kwdefaults__,
@@ -276,5 +276,10 @@ def show(found):
   out = rich.console.Console(width=width, highlight=False, markup=False)
   out.print(table(found))
   out.print(winner(found), soft_wrap=True)
+  if any(draft["costs"]["modelled"] for draft in found["drafts"].values()):
+    out.print(
+      f"S is modelled for batch {found['batch']} from parts timed at batch 1",
+      soft_wrap=True,
+    )
   if line := noise(found):
     out.print(line, soft_wrap=True)

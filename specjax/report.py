@@ -210,6 +210,7 @@ def of_costs(costs, K):
     "C": float(costs.cost_ratio) if np.isfinite(costs.cost_ratio) else None,
     "batch": costs.batch,
     "context": costs.context,
+    "modelled": costs.modelled,
     "spread": {name: [x.low, x.high] for name, x in all_costs.items()},
   }
 

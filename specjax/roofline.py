@@ -14,6 +14,9 @@ from typing import NamedTuple
 
 import jax
 
+from specjax import cache
+from specjax.errors import UserError
+from specjax.models import transformer
 from specjax.timing import Cost
 
 
@@ -34,22 +37,33 @@ class Machine(NamedTuple):
   launch: float = 0.0  # seconds that a layer takes however little it does
 
 
-def work(target, params, layers):
-  """Return the `Work` of a `Target` with these parameters.
+class There(NamedTuple):
+  """Where a prediction is wanted that was timed at another size."""
+
+  machine: Machine  # the one that was timed
+  batch: int
+  context: int
+
+
+def work(config, params):
+  """Return the `Work` of a model with these parameters.
 
   Weights are all parameters but, where the head is a matrix of its own, the
   embedding, of which a token reads one row.
+
+  Args:
+    config: the `transformer.Config` of its layers.
   """
-  if isinstance(params, dict) and "head" in params:
+  dtype = params["embed"].dtype
+  if "head" in params:
     params = {name: x for name, x in params.items() if name != "embed"}
-  leaves, slots = jax.tree.leaves(params), 64
-  cache = jax.tree.leaves(jax.eval_shape(lambda: target.init_cache(1, slots)))
-  num_bytes = lambda arrays: sum(x.size * x.dtype.itemsize for x in arrays)
+  leaves = jax.tree.leaves(params)
+  shape = transformer.cache_shape(config)
   return Work(
     sum(x.size for x in leaves),
-    num_bytes(leaves),
-    num_bytes(cache) // slots,
-    layers,
+    sum(x.size * x.dtype.itemsize for x in leaves),
+    cache.num_bytes(batch=1, slots=1, dtype=dtype, **shape),
+    config.layers,
   )
 
 
@@ -97,3 +111,47 @@ def extrapolate(costs, target, draft, machine, *, batch, context):
       for k, cost in costs.round.items()
     },
   )
+
+
+def there(at, machine):
+  """The `There` of two lists of texts, None if both are empty.
+
+  Args:
+    at: batch and context; machine: bytes/s and FLOP/s.
+
+  Raises:
+    UserError: they do not say it.
+  """
+  if not at and not machine:
+    return None
+  if len(at) != 2 or len(machine) != 2:
+    raise UserError(
+      "another size takes both --at=BATCH,CONTEXT and --machine=BYTES/S,FLOP/S"
+      " of this machine, such as --at=8,2048 --machine=2e10,1.8e11"
+    )
+  try:
+    batch, context = map(int, at)
+    bandwidth, peak = map(float, machine)
+    if not min(batch, context, bandwidth, peak) > 0:
+      raise ValueError("it must be above 0")
+  except ValueError as e:
+    raise UserError(f"--at and --machine: {e}") from e
+  return There(Machine(bandwidth, peak), batch, context)
+
+
+def elsewhere(timed, model, pairs, there):
+  """The costs at another batch and context; see `extrapolate`.
+
+  Args:
+    timed: {name: `timing.Costs`}; pairs: {name: `pair.Pair`}.
+    model: the target's `load.Model`; there: a `There`.
+  """
+  target = work(model.loaded, model.params)
+  found = {}
+  for name, draft in pairs.items():
+    own = None  # a look-up
+    if draft.opened.config:
+      own = work(draft.opened.config, draft.params(None))
+    size = dict(batch=there.batch, context=there.context)
+    found[name] = extrapolate(timed[name], target, own, there.machine, **size)
+  return found

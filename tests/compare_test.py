@@ -310,6 +310,8 @@ def test_a_run(tmp_path):
     f"--config.prompts.path={prompts}",
     "--config.batch_size=2",
     "--config.max_new_tokens=16",
+    "--at=4,4096",
+    "--machine=2e10,2e11",
     f"--json={files[0]}",
     f"--png={files[1]}",
   )
@@ -333,6 +335,9 @@ def test_a_run(tmp_path):
     assert row["tokens_per_call"] == pytest.approx(tokens)
     cost = costs[f"round_{row['K']}"] / costs["plain_step"]
     assert row["speedup"] == pytest.approx(tokens / cost)
+    assert (costs["batch"], costs["context"]) == (4, 4096)
+    assert costs["modelled"] and prediction["batch"] == 4
+  assert "modelled for batch 4" in run.stdout
   assert prediction["flags"]["drafts"] == ["ngram", "0+2"]
   assert prediction["interval"]["level"] == 0.95
   assert not list(tmp_path.glob(".*"))
@@ -342,6 +347,9 @@ def test_a_run(tmp_path):
   "args, said",
   [
     (("--drafts=replay",), "--drafts=replay: it knows the answer"),
+    (("--at=8,2048",), "takes both --at=BATCH,CONTEXT and --machine="),
+    (("--at=8,x", "--machine=1,1"), "--at and --machine: invalid literal"),
+    (("--at=8,0", "--machine=1,1"), "--at and --machine: it must be above 0"),
     (("--png=/nowhere/x.png",), "cannot write --png=/nowhere/x.png"),
     (("--lengths=300",), "K may be 1 to 254"),
   ],

@@ -22,8 +22,7 @@ def test_work_of_a_model(tied):
   params, config = opened.read(
     dtype=jnp.float32, untie=False, track=lambda x: x
   )
-  target = load.transformer.make(config)
-  got = roofline.work(target, params, config.layers)
+  got = roofline.work(config, params)
   D, F, G, H = 64, 192, 2, 4
   matrices = 3 * (D * 16 * (H + 2 * G) + H * 16 * D + 3 * D * F) + D * 384
   norms = (2 * 3 + 1) * D

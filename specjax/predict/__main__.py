@@ -14,6 +14,10 @@ tokens a target call and the speed-up S of each draft, K and verifier, with a
 what the formula for independent tokens, E[N] / (1 + K / C), makes of the mean
 alpha, and how far that is off.
 
+--at=8,2048 --machine=2e10,1.8e11 foretells S at batch 8 and 2,048 tokens of
+context: the timed parts are scaled by a roofline of this machine's bytes/s and
+FLOP/s, and marked as modelled.
+
 A draft is `ngram`, layers of the target joined by `+`, or a weight reference.
 --config.batch_size is of the plain decoding alone. The table goes to stdout.
 """
@@ -32,6 +36,8 @@ _TEMPERATURES = flags.DEFINE_list(
 )
 _TOP_PS = flags.DEFINE_list("top_ps", "", "Truncations of those draws.")
 _TURNS = flags.DEFINE_integer("turns", 5, "Times that each cost is measured.")
+_AT = flags.DEFINE_list("at", "", "BATCH,CONTEXT to model S for.")
+_MACHINE = flags.DEFINE_list("machine", "", "Its BYTES/S,FLOP/S, for --at.")
 _MEASURED = flags.DEFINE_list("measured", "", "decode.py's reports, beside.")
 _JSON = flags.DEFINE_string("json", None, "Write the whole prediction here.")
 _PNG = flags.DEFINE_string("png", None, "Draw it here.")
@@ -40,6 +46,7 @@ _PNG = flags.DEFINE_string("png", None, "Draw it here.")
 def _flags():
   """What was asked for besides the config."""
   some = (_DRAFTS, _LENGTHS, _TEMPERATURES, _TOP_PS, _TURNS, _MEASURED)
+  some += (_AT, _MACHINE)
   return {flag.name: flag.value for flag in some}
 
 
@@ -53,6 +60,7 @@ def main(argv):
     prompts,
     ranking,
     report,
+    roofline,
     runtime,
     settings,
     terminal,
@@ -67,6 +75,7 @@ def main(argv):
     _TOP_PS.value,
     _TURNS.value,
   )
+  asked = asked._replace(there=roofline.there(_AT.value, _MACHINE.value))
   points = ranking.measured(_MEASURED.value, config, list(asked.configs))
   for flag in (_JSON, _PNG):
     if flag.value is not None:
