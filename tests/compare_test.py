@@ -1,6 +1,7 @@
 """The command that compares drafts: what it is asked, what it makes of it."""
 
 import copy
+import functools
 import hashlib
 import json
 import os
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import heads
 import numpy as np
 import pytest
 
@@ -18,6 +20,7 @@ from specjax.errors import UserError
 from specjax.models import load
 
 ROOT = Path(__file__).parents[1]
+OPEN = functools.partial(load.opened, draft=True)
 
 
 def _asked(drafts="ngram", lengths="1,2", *more, config=None):
@@ -79,7 +82,7 @@ def _opened(drafts, lengths="1"):
   target = load.random(config.architecture)
   sizes = play.Sizes(1, 256, 64, 100)
   asked = _asked(drafts, lengths)
-  return compare.opened(asked, target, sizes, load.opened)
+  return compare.opened(asked, target, sizes, OPEN)
 
 
 def test_what_does_not_fit_the_target():
@@ -90,6 +93,22 @@ def test_what_does_not_fit_the_target():
     _opened("ngram,0+3")
   with pytest.raises(UserError, match="--drafts=nowhere: .*nowhere"):
     _opened("nowhere")
+
+
+def test_weights_are_of_the_method_that_they_say(tmp_path):
+  """A feature head beside others; a head's size is not for it."""
+  model = load.model(load.random(tiny.get_config().architecture))
+  head = heads.made(model, features=(1, 2))
+  folder = heads.saved(tmp_path / "head", model, head)
+  found = _opened(f"0,{folder},ngram")
+  assert [x.name for x in found.values()] == ["lm", "feature", "ngram"]
+  assert found[folder].features == (1, 2)
+  config = tiny.get_config()
+  config.draft.head = 300
+  asked = compare.asked(config, [folder], ["1"])
+  sizes, target = play.Sizes(1, 256, 64, 100), load.random(config.architecture)
+  with pytest.raises(UserError, match="draft.head is for .*name=lm; the draft"):
+    compare.opened(asked, target, sizes, OPEN)
 
 
 def _texts(alpha, P=5, N=12, K=4, seed=0):
@@ -226,6 +245,9 @@ def test_the_winner_says_what_to_type():
   said = ranking.winner(found | dict(winner=other))
   assert "good T 0.5: " in said and "draft.temperature=0.5" in said
   assert "--config.draft.name=lm --config.draft.layers=0,2" in said
+  drafts["good"] = dict(name="feature", layers=None)
+  said = ranking.winner(found | dict(winner=other))
+  assert "--config.draft.name=feature --config.draft.weights=good" in said
   said = ranking.winner(found | dict(winner=None))
   assert said.startswith("no draft pays") and "plain decoding is faster" in said
 
@@ -302,8 +324,11 @@ def test_a_run(tmp_path):
     '{"prompt": "To be", "seed": 5}\n{"turns": ["a", "b"]}\n', "utf-8"
   )
   files = tmp_path / "found.json", tmp_path / "found.png"
+  model = load.model(load.random(tiny.get_config().architecture))
+  head = heads.made(model, features=(0, 2), token=0.8)
+  folder = heads.saved(tmp_path / "head", model, head)
   run = _run(
-    "--drafts=ngram,0+2",
+    f"--drafts=ngram,0+2,{folder}",
     "--lengths=1,3",
     "--turns=1",
     "--temperatures=-1,0.5",
@@ -318,6 +343,7 @@ def test_a_run(tmp_path):
   assert run.returncode == 0, run.stderr
   assert "3 of 3 answers" in run.stderr and "Traceback" not in run.stderr
   assert "tokens a call" in run.stdout and "0+2 T 0.5" in run.stdout
+  assert "head T 0.5" in run.stdout
   assert files[1].read_bytes()[:4] == b"\x89PNG"
   found = json.loads(files[0].read_text())
   plain, prediction = found["autoregressive"], found["prediction"]
@@ -326,7 +352,7 @@ def test_a_run(tmp_path):
   text = np.array(list(b"To be"), "<i4").tobytes()
   sha = hashlib.sha256(text).hexdigest()
   assert plain["outputs"][0]["prompt_sha256"] == sha
-  assert len(prediction["rows"]) == (1 + 2) * 2 * 2
+  assert len(prediction["rows"]) == (1 + 2 + 2) * 2 * 2
   length = [len(o["token_ids"]) for o in plain["outputs"]]
   assert sum(length) == 48
   for row in prediction["rows"]:
@@ -338,7 +364,8 @@ def test_a_run(tmp_path):
     assert (costs["batch"], costs["context"]) == (4, 4096)
     assert costs["modelled"] and prediction["batch"] == 4
   assert "modelled for batch 4" in run.stdout
-  assert prediction["flags"]["drafts"] == ["ngram", "0+2"]
+  assert prediction["flags"]["drafts"] == ["ngram", "0+2", folder]
+  assert prediction["drafts"][folder]["features"] == [0, 2]
   assert prediction["interval"]["level"] == 0.95
   assert not list(tmp_path.glob(".*"))
 

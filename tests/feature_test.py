@@ -11,12 +11,12 @@ import round_test
 from generate_test import PROMPTS, _tiny
 from lm_test import _slots
 
-from specjax import generate, loop, request, types
+from specjax import adaptive, generate, loop, request, types
 from specjax.drafters import feature
 from specjax.models import families, transformer
 
 N, K = 24, 3
-FEATURES = ((1,), (0, 1))
+FEATURES = {(1,): 1, (0, 1): 1, (0, 1, 1): 2}  # and how many layers
 
 
 def _config(features, *, width=32, vocab_size=97, layers=1, head_size=None):
@@ -50,7 +50,9 @@ def _params(config, seed=0, scale=0.3):
 def _draft(features=(0, 1), num_draft=K, ids=None, **options):
   config = _config(features, **options)
   drafter = feature.make(config, 97, ids=ids)
-  return types.Draft(drafter, _params(config), num_draft)
+  # what two layers make of numbers as large as one's is rounded at 1e-5
+  scale = 0.3 if config.layers.layers == 1 else 0.2
+  return types.Draft(drafter, _params(config, scale=scale), num_draft)
 
 
 # What comes out is the target's
@@ -107,6 +109,33 @@ def test_tokens_are_those_of_plain_decoding(num_draft, batch, greedy):
     )
     np.testing.assert_array_equal(got.tokens, want.tokens[rows])
     np.testing.assert_array_equal(got.finish_reason, want.finish_reason[rows])
+
+
+@pytest.mark.parametrize(
+  "features, layers",
+  [((1,), 2), pytest.param((0, 1, 0), 1, marks=pytest.mark.slow)],
+)
+def test_rows_that_stop_drafting(features, layers):
+  """A policy by which each row decides: lengths differ, tokens do not."""
+  target, params = _tiny()
+  draft = _draft(features, layers=layers)
+  policy = adaptive.Policy(0.02, 1 + 0.05 * np.arange(5), 0.0)
+  rows, accepted = range(8), 0
+  for greedy, verifier in ((True, "block"), (False, "coupled")):
+    got = generate.speculative(
+      *(target, draft.drafter, params, draft.params, _ask(rows, greedy)),
+      num_draft=4,
+      max_new_tokens=N,
+      verifier=verifier,
+      policy=policy,
+    )
+    want = _plain(greedy)
+    np.testing.assert_array_equal(got.tokens, want.tokens)
+    np.testing.assert_array_equal(got.finish_reason, want.finish_reason)
+    drafted = ~np.isnan(got.overlap)
+    accepted += got.accepted.sum()
+    assert 0 < drafted.sum() < 0.8 * got.length.sum()
+  assert accepted
 
 
 @pytest.mark.parametrize("verifier", ["token", "block"])
@@ -177,7 +206,7 @@ def test_its_cache_holds_no_guess(plan, features):
   """
   prompts = [[1], [2, 3], list(range(5, 35)), [7] * 63, [8] * 64, [9] * 65]
   target, params = _tiny()
-  draft = _draft(features)
+  draft = _draft(features, layers=FEATURES[features])
   ask = request.make(prompts, max_new=60, temperature=1.0)
   state = loop.start(target, params, ask, max_new_tokens=60, draft=draft)
   counts = [n for n in plan if n != "-"]

@@ -4,6 +4,7 @@ import copy
 import functools
 
 import numpy as np
+import play_test
 import pytest
 from play_test import TEXTS, _config, _draft, _model, _play, _todo
 
@@ -49,6 +50,31 @@ def test_at_temperature_0_it_is_what_happened(draft, batch_size):
   if batch_size == 1:  # tokens over time, as the run's own speed-up
     want = got.tokens.mean[K] * plain / speculative
     assert found.speedups.mean[K] == pytest.approx(want)
+
+
+def test_the_temperatures_of_a_head_are_swept():
+  """Each variant is what the config's own temperature gives."""
+  config, sizes, batches = _run("feature", todo=_todo(*TEXTS[:2]))
+  config.sampling.temperature = 0.9
+  answers = [
+    (a.prompt_ids, a.token_ids)
+    for b in batches
+    for a in b.answers
+    if b.decoder == play_test.PLAIN
+  ]
+  options = dict(num_draft=3, batch=2, slots=sizes.slots, track=same)
+  feed = lambda config, **more: forecast.texts(
+    _model(), _draft(config), answers, config, **options, **more
+  )
+  variants = ({}, dict(temperature=4.0), dict(temperature=4.0, top_k=1))
+  found = feed(config, variants=variants)
+  config.draft.temperature = 4.0
+  (alone,) = feed(config)
+  np.testing.assert_array_equal(found[1].log_q, alone.log_q)
+  np.testing.assert_array_equal(found[1].alpha, alone.alpha)
+  first = [x.log_q[0, :20, 0] for x in found]
+  assert np.abs(first[0] - first[1]).max() > 0.01
+  assert set(np.unique(first[2])) <= {0, -np.inf}
 
 
 @pytest.mark.parametrize(

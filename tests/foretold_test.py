@@ -1,11 +1,13 @@
 """benchmarks/foretold.py: the prediction comes first, and is about this run."""
 
+import heads
 import numpy as np
 import pytest
 
 from benchmarks import foretold
 from configs import tiny
 from specjax import prompts, terminal
+from specjax.models import load
 
 FLAGS = dict(
   drafts=["0+2"],
@@ -39,22 +41,28 @@ def test_no_answer_is_foretold_from_itself():
   assert len({*before, *after}) == 24
 
 
-@pytest.fixture(scope="module")
-def both():
+@pytest.fixture(scope="module", params=["0+2", "feature"])
+def both(request, tmp_path_factory):
   """(predicted, measured) of a tiny model at T = 0."""
   config = tiny.get_config()
   with config.unlocked():
     config.max_new_tokens, config.batch_size = 24, 2
   todo = [_prompt(0, "to be"), _prompt(1, "or not, or not, or not")]
   out = terminal.console()
-  args = out, config, FLAGS, todo, "float32"
+  flags = FLAGS | dict(drafts=[request.param])
+  if request.param == "feature":
+    model = load.model(load.random(config.architecture))
+    head = heads.made(model, features=(0, 2), token=0.5, noise=1.0)
+    folder = tmp_path_factory.mktemp("head")
+    flags["drafts"] = [heads.saved(folder, model, head)]
+  args = out, config, flags, todo, "float32"
   return foretold.foretell(*args), foretold.measure(*args)
 
 
 @pytest.mark.slow  # a minute to compile
 def test_greedy_tokens_a_call_are_foretold_exactly(both):
   rows = foretold.compared(*both)
-  assert [(row["draft"], row["K"]) for row in rows] == [("0+2", 2), ("0+2", 3)]
+  assert [row["K"] for row in rows] == [2, 3]
   found = [row["tokens_a_call"] for row in rows]
   measured = [x["measured"] for x in found]
   np.testing.assert_allclose([x["predicted"] for x in found], measured, 1e-6)

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from specjax import student
+from specjax import export, student
 from specjax.drafters import feature
 from specjax.models import load
 
@@ -63,6 +63,13 @@ def _student(model, config, params, features, ids):
   shared = {"embed": model.params["embed"]}
   params = {k: x for k, x in params.items() if k not in shared}
   return student.Student(None, config, shared, params, ids, features)
+
+
+def saved(folder, model, head):
+  """The name of the folder that a head was exported to."""
+  options = dict(teacher=model, reference="random", card={})
+  export.save(folder, head, head.params, **options)
+  return str(folder)
 
 
 def drafter(head, vocab_size):

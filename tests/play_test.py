@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from configs import tiny
-from specjax import answers, export, metrics, pair, play
+from specjax import answers, metrics, pair, play
 from specjax.errors import UserError
 from specjax.models import load
 from specjax.prompts import Prompt
@@ -52,9 +52,7 @@ def _folder():
   atexit.register(shutil.rmtree, folder)
   ids = (*range(280), 300)
   head = heads.made(_model(), features=(0, 1), ids=ids, token=0.8, noise=0.1)
-  options = dict(teacher=_model(), reference="random", card={})
-  export.save(folder, head, head.params, **options)
-  return folder
+  return heads.saved(folder, _model(), head)
 
 
 @functools.cache
