@@ -15,9 +15,9 @@ width) + 4.7 M (head) numbers to train.
 
 To read the last layer alone, as EAGLE did (Li et al. 2024), add
 
-  --config.draft.features=-1,
+  --config.draft.features=-1
 
-and to train without the head's own states --config.draft.depth_weights=1.0,
+and to train without the head's own states --config.draft.depth_weights=1.0
 """
 
 from configs import common, smollm2_train
