@@ -57,8 +57,25 @@ def check(config):
     objective.phase(config.loss, 0.0)
   except (ValueError, TypeError) as e:
     raise UserError(f"--config.loss: {e}") from e
+  if config.draft.name == "feature":
+    _check_feature(config)
   if config.costs.verify:
     costs.given(config.costs, config.draft.num_tokens)
+
+
+def _check_feature(config):
+  if config.data.from_draft:
+    raise UserError(
+      "a feature head answers nothing without its target; type"
+      f" --config.data.from_draft=0, got {config.data.from_draft:g}"
+    )
+  depths = len(config.draft.depth_weights)
+  for name, *_, options in [e for e in config.loss if len(e) == 3]:
+    if options.get("num_draft", 0) > depths:
+      raise UserError(
+        f"--config.loss: {name} of num_draft={options['num_draft']} needs as"
+        f" many --config.draft.depth_weights, there are {depths}"
+      )
 
 
 def _check_data(data, batch_size):

@@ -80,7 +80,8 @@ def rows(config, folder, logged, best, fed, costs):
     ("device", f"{device['name']}, {device['cores']} cores"),
     (
       "try it",
-      f"python decode.py --config={config.decode_with} --config.draft.name=lm"
+      f"python decode.py --config={config.decode_with}"
+      f" --config.draft.name={config.draft.name}"
       f" --config.draft.weights={folder / 'draft'}",
     ),
   ]

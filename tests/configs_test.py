@@ -14,7 +14,7 @@ from specjax.models import families
 
 ROOT = Path(__file__).parents[1]
 NAMES = [p.stem for p in sorted((ROOT / "configs").glob("*.py"))]
-TRAINING = ["smollm2_train", "tiny_train"]
+TRAINING = ["smollm2_feature_train", "smollm2_train", "tiny_train"]
 DEFAULTS = ("common", "training")
 SPECS = [(n, "") for n in NAMES if n not in (*DEFAULTS, *TRAINING)]
 SPECS += [("smollm2", "random"), ("tiny_train", "decode")]

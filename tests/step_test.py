@@ -11,6 +11,7 @@ import optax
 import pytest
 
 from specjax import losses, step, student, trajectories
+from specjax.drafters import feature
 from specjax.models import load
 
 V, T, STEPS = 260, 128, 10
@@ -58,10 +59,18 @@ def _student(teacher, **more):
   return student.make(config, teacher)
 
 
-def _programs(teacher, draft, *, how=_HOW, dtype=jnp.float32, answer=None):
+def _programs(
+  teacher,
+  draft,
+  *,
+  how=_HOW,
+  dtype=jnp.float32,
+  answer=None,
+  depth_weights=(1.0,),
+):
   return step.make(
     teacher.target,
-    step.lm(draft.model),
+    step.forward(draft, len(depth_weights)),
     student.merged,
     step.optimiser(how, STEPS),
     step.learning_rate(how.learning_rate, round(how.warmup * STEPS), STEPS),
@@ -70,6 +79,7 @@ def _programs(teacher, draft, *, how=_HOW, dtype=jnp.float32, answer=None):
     log_every=3,
     dtype=dtype,
     answer=answer,
+    depth_weights=depth_weights,
     ids=draft.ids,
   )
 
@@ -309,6 +319,49 @@ def test_a_shared_embedding_stays(teacher):
   state = _run(programs, state, teacher, draft, [_batch(5, 5)] * 2)
   state, _ = programs.update(state)
   np.testing.assert_array_equal(teacher.params["embed"], before)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.grad, argnums=2)
+def _unrolled_loss(target, config, params, shared, teacher_params, batch):
+  """Sum of KL at depth 1 and half of it at depth 2, over 1.5: all at once."""
+  at = jnp.broadcast_to(jnp.arange(T), batch.tokens.shape)
+  hidden, taps, _ = target.apply(
+    teacher_params, batch.tokens, at, None, features=config.features
+  )
+  p = target.unembed(teacher_params, hidden) / _COLD
+  tree = student.merged(shared, params)
+  a = feature.unroll(config, tree, batch.tokens, taps, 2)
+  q = feature.head(config, tree, a) / _COLD
+  first, second = (losses.forward_kl(p, q[:, :, j]) for j in range(2))
+  deep = batch.mask[:, 1:] & batch.mask[:, :-1]  # its round began one before
+  total = jnp.where(batch.mask, first, 0).sum()
+  return (total + jnp.where(deep, second[:, 1:], 0).sum() / 2) / 1.5
+
+
+def test_a_feature_heads_gradient(teacher):
+  """Of every array, as by the whole logits of the unrolled head (B38)."""
+  draft = _student(
+    teacher,
+    name="feature",
+    layers=(),
+    features=(0, -1),
+    depth_weights=(1.0, 0.5),
+    embedding="shared",
+    head=0,
+  )
+  programs = _programs(teacher, draft, depth_weights=(1.0, 0.5))
+  batch = _batch(11, 60)
+  state = _run(programs, _start(draft), teacher, draft, [batch])
+  config = feature.Config(draft.config, draft.features)
+  args = draft.params, draft.shared, teacher.params, batch
+  want = _unrolled_loss(teacher.target, config, *args)
+  assert float(state.sums.weight) == 71
+  for got, leaf in zip(
+    *map(jax.tree.leaves, (state.gradient, want)), strict=True
+  ):
+    most = np.abs(leaf).max()
+    assert most > 1e-3 and np.abs(got - leaf).max() < 1e-3 * most
 
 
 def test_the_head_alone_is_cast_in_each_chunk(pair):

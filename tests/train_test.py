@@ -195,6 +195,34 @@ def test_a_stop_changes_nothing(
   _assert_same_run(folder, whole)
 
 
+HEAD = {
+  "draft.name": "feature",
+  "draft.layers": (),
+  "draft.features": (0, -1),
+  "draft.depth_weights": (1.0, 0.5),
+  "draft.embedding": "shared",
+  "data.from_draft": 0.0,
+  "loss": (("forward_kl", 0.5), ("expected_rounds", 1.0, {"num_draft": 2})),
+}
+
+
+def test_a_feature_head_is_trained_and_goes_on(
+  small, whole, tmp_path, monkeypatch
+):
+  """Stopped within a step or not, bit for bit (B18); logged as an lm is."""
+  folders = [tmp_path / name for name in ("whole", "run")]
+  assert train.run(small(**HEAD), folders[0]) == 0
+  with monkeypatch.context() as m:
+    _stop_at(m, 6, signal.SIGTERM)
+    assert train.run(small(**HEAD), folders[1]) == 128 + signal.SIGTERM
+  assert train.run(small(**HEAD), folders[1]) == 0
+  _assert_same_run(*folders[::-1])
+  state = _state(folders[0])
+  assert "['params']['fuse']['kernel']" in state
+  assert "['params']['embed']" not in state
+  assert _rows(folders[0])[-1].keys() == _rows(whole)[-1].keys()
+
+
 @pytest.mark.slow
 def test_stops_again_and_again(small, whole, tmp_path, monkeypatch):
   """Ctrl-C at every third micro-batch, by resumed runs too."""
@@ -480,6 +508,9 @@ def test_one_prompt_cannot_be_split(tmp_path, small):
     ({"loss": (("forward_lk", 1.0),)}, "--config.loss: no loss 'forward_lk'"),
     ({"loss": (("js", 0.5),)}, "--config.loss: a schedule's ends must rise"),
     ({"draft.layers": ()}, "a draft starts from exactly one of"),
+    ({"draft.features": (1,)}, "draft.features is for .*name=feature"),
+    (HEAD | {"data.from_draft": 0.5}, "type --config.data.from_draft=0, got"),
+    (HEAD | {"draft.depth_weights": (1.0,)}, "of num_draft=2 needs as many"),
     ({"draft.embedding": "sharde"}, "embedding must be own or shared"),
     ({"costs.verify": ((1, 1.0), (3, 1.0))}, "a round of 4 drafted ones"),
   ],
