@@ -99,3 +99,20 @@ def _join(x, T):
   """[n, B, chunk, ...] as [B, T, ...]."""
   x = jnp.moveaxis(x, 0, 1)
   return x.reshape(len(x), -1, *x.shape[3:])[:, :T]
+
+
+def answers(mask, most, x):
+  """Return x [B, most, ...] from each row's first supervised position on.
+
+  Heads are most of a step, and what is not supervised needs none. A row's
+  supervised positions are one piece. Behind its last position are zeros, whose
+  weight is 0 too.
+
+  Args:
+    mask: [B, T], what is supervised; most: None: x as it is.
+  """
+  if most is None or most >= mask.shape[1]:
+    return x
+  rows = jnp.arange(len(mask))[:, None]
+  at = mask.argmax(1)[:, None] + jnp.arange(most)
+  return x.at[rows, at].get(mode="fill", fill_value=0)

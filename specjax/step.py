@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from specjax import objective
+from specjax import chunks, objective
 from specjax.drafters import feature as heads
 from specjax.drafters import lm as drafting
 
@@ -184,15 +184,15 @@ def make(
     schedule: of `objective.phase`; steps: of the whole run.
     log_every: steps between two lines of the log.
     dtype: what the draft computes in; its parameters stay as they are.
-    answer: no row supervises more positions than that, see `_answers`; None:
-      they are not known to be fewer than all.
+    answer: no row supervises more positions than that, see `chunks.answers`;
+      None: they are not known to be fewer than all.
     **how: more keywords of `objective.total`.
   """
   cast = lambda params: jax.tree.map(lambda x: x.astype(dtype), params)
 
   def accumulate(state, batch, teacher_params, shared):
     hidden, taps = _teacher(teacher, teacher_params, batch, forward, dtype)
-    some = functools.partial(_answers, jnp.asarray(batch.mask), answer)
+    some = functools.partial(chunks.answers, jnp.asarray(batch.mask), answer)
 
     def loss(params):
       masters = join(shared, params)
@@ -236,20 +236,6 @@ def _teacher(teacher, params, batch, forward, dtype):
     params, batch.tokens, at, None, features=forward.features
   )
   return jax.lax.stop_gradient((hidden, taps))
-
-
-def _answers(mask, most, x):
-  """The `most` positions from a row's first supervised one on: [B, most, ...].
-
-  Heads are most of a step, and what is not supervised needs none. A row's
-  supervised positions are one piece. Behind the last position are zeros, whose
-  weight is 0 too.
-  """
-  if most is None or most >= mask.shape[1]:
-    return x
-  rows = jnp.arange(len(mask))[:, None]
-  at = mask.argmax(1)[:, None] + jnp.arange(most)
-  return x.at[rows, at].get(mode="fill", fill_value=0)
 
 
 def _head(forward, dtype, masters, hidden):

@@ -77,7 +77,10 @@ def test_every_number_comes_back(tmp_path, kind, name):
   """B17, B24: the tree is bit for bit what it was, tied or not."""
   model, draft = trained.teacher(kind), _student(kind, name)
   folder = _save(tmp_path / "draft", draft, model)
-  again = trained.make(model, weights=str(folder), embedding=_kind(draft))
+  method = "feature" if draft.features else "lm"
+  depths = (1.0,) if draft.features else ()
+  options = dict(name=method, depth_weights=depths, embedding=_kind(draft))
+  again = trained.make(model, weights=str(folder), **options)
   assert again.config == draft.config and again.ids == draft.ids
   assert again.shared.keys() == draft.shared.keys()
   assert jax.tree.structure(again.params) == jax.tree.structure(draft.params)
