@@ -40,7 +40,8 @@ class Student(NamedTuple):
   shared: dict  # {} or {"embed": [V, D]}
   params: dict  # what is trained, as it starts
   ids: tuple[int, ...] | None  # the token of each logit, None: all
-  features: tuple = ()  # layers of the target that it reads; (): a model
+  # layers of the target that it reads; (): a language model
+  features: tuple[int, ...] = ()
 
 
 class _Start(NamedTuple):
@@ -49,7 +50,7 @@ class _Start(NamedTuple):
   config: transformer.Config
   params: Any
   ids: tuple[int, ...] | None
-  features: tuple = ()
+  features: tuple[int, ...] = ()
 
 
 def merged(shared, params):

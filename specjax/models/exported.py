@@ -33,7 +33,7 @@ class Exported(NamedTuple):
   embedding: str  # one of EMBEDDINGS
   digests: dict  # of the shared embedding, {} if it is the draft's own
   ids: tuple | None  # the token of each logit, None: all
-  features: tuple = ()  # layers of the target that it reads; (): a model
+  features: tuple = ()  # layers of the target that a feature head reads
 
 
 def digests(embed):
