@@ -50,7 +50,7 @@ class _Start(NamedTuple):
   config: transformer.Config
   params: Any
   ids: tuple[int, ...] | None
-  features: tuple = ()
+  features: tuple[int, ...] = ()
 
 
 def merged(shared, params):

@@ -423,7 +423,7 @@ def test_a_feature_head_is_what_its_rounds_are():
   Against every round of a drafter that is asked at every start.
   """
   model, T = trained.teacher(), 0.8
-  draft = trained.make(model, **trained.DRAFTS["feature"] | dict(head=200))
+  draft = trained.make(model, **trained.HEAD | dict(head=200))
   rng = np.random.default_rng(0)
   params = jax.tree.map(
     lambda x: x + np.float32(0.2 * rng.normal(size=x.shape)), draft.params

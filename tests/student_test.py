@@ -85,13 +85,13 @@ DRAFTS = dict(
   twice=dict(layers=(1, 1)),
   fresh=dict(architecture=dict(num_hidden_layers=2)),
   beside=dict(architecture=dict(num_hidden_layers=1), embedding="shared"),
-  feature=dict(
-    name="feature",
-    features=(0, -1),
-    depth_weights=(1.0,),
-    embedding="shared",
-    head=20,
-  ),
+)
+HEAD = dict(  # one that reads the target's features
+  name="feature",
+  features=(0, -1),
+  depth_weights=(1.0,),
+  embedding="shared",
+  head=20,
 )
 
 
@@ -100,11 +100,11 @@ def _pointers(tree):
 
 
 @KINDS
-@pytest.mark.parametrize("name", DRAFTS)
-def test_buffers_of_its_own(kind, name):
+@pytest.mark.parametrize("draft", [*DRAFTS.values(), HEAD])
+def test_buffers_of_its_own(kind, draft):
   """B32: no leaf is another's nor the target's memory, whatever is donated."""
   model = teacher(kind)
-  draft = make(model, **DRAFTS[name])
+  draft = make(model, **draft)
   ours, theirs = _pointers(draft.params), _pointers(model.params)
   assert len({*ours}) == len(ours) and not {*ours} & {*theirs}
   assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(draft.params))
@@ -204,7 +204,7 @@ def test_as_model():
 def test_a_feature_head_begins_as_the_target(kind, layers):
   """Its layers, norm and head are the target's; the rest is said by hand."""
   model = teacher(kind)
-  start = DRAFTS["feature"] | dict(layers=layers)
+  start = HEAD | dict(layers=layers)
   draft = make(model, **start)
   assert draft.model is None and draft.features == (0, 2)
   assert draft.shared["embed"] is model.params["embed"]
@@ -236,16 +236,16 @@ def test_a_feature_head_begins_as_the_target(kind, layers):
 def test_a_feature_heads_whole_head_is_the_targets():
   """A tied one that is not trimmed is the embedding, which stays (B24)."""
   for kind in ("tied", "untied here"):
-    draft = make(teacher(kind), **DRAFTS["feature"] | dict(head=0))
+    draft = make(teacher(kind), **HEAD | dict(head=0))
     assert draft.ids is None and draft.config.tied
     assert "head" not in draft.params
-  draft = make(teacher("untied"), **DRAFTS["feature"] | dict(head=0))
+  draft = make(teacher("untied"), **HEAD | dict(head=0))
   assert draft.params["head"].shape == (D, V)
 
 
 def test_masters_of_a_bfloat16_targets_feature_head():
   """B56: float32, what no layer of the target has too."""
-  draft = make(teacher(dtype="bfloat16"), **DRAFTS["feature"])
+  draft = make(teacher(dtype="bfloat16"), **HEAD)
   assert {x.dtype.name for x in jax.tree.leaves(draft.params)} == {"float32"}
   assert draft.shared["embed"].dtype == jnp.bfloat16
 
@@ -270,7 +270,7 @@ _NOT_A_HEAD = [
 @pytest.mark.parametrize("draft, message", _NOT_A_HEAD)
 def test_a_feature_head_that_cannot_be(draft, message):
   with pytest.raises(UserError) as error:
-    make(teacher(), **DRAFTS["feature"] | draft)
+    make(teacher(), **HEAD | draft)
   assert message in str(error.value) and "\n" not in str(error.value)
 
 
@@ -284,7 +284,7 @@ def test_weights_of_another_kind(tmp_path):
   model = load.whole(load.model(write_model(tmp_path / "target")))
   weights = write_model(tmp_path / "draft")
   with pytest.raises(UserError, match="another kind of draft.*name=lm"):
-    make(model, **DRAFTS["feature"] | dict(weights=weights, features=()))
+    make(model, **HEAD | dict(weights=weights, features=()))
 
 
 # The vocabulary
