@@ -31,6 +31,15 @@ def _multiplied(config):
   return transformer.num_parameters(config) - looked_up
 
 
+def _trained(config, draft):
+  """Q: what a token multiplies in the draft, at every depth of a head's."""
+  own, D = _multiplied(draft.config), draft.config.width
+  depths = len(config.draft.depth_weights) or 1
+  if not draft.features:
+    return own
+  return depths * (own + 2 * D * D) + len(draft.features) * D * D
+
+
 def _batch(config, vocab_size):
   """A `Batch` of random tokens, and the trajectories that it was cut from."""
   rng = np.random.default_rng(config.seed)
@@ -57,7 +66,7 @@ def _variants(config, teacher, draft, dtype, batch):
   """{name: () -> seconds} of steps, and of a product to compare with."""
   optimiser = step.optimiser(config.optimiser, config.steps)
   programs = train.programs(config, teacher, draft, optimiser, dtype)
-  shape = *batch.tokens.shape, 1, teacher.config.width
+  shape = *batch.tokens.shape, 1 + len(draft.features), teacher.config.width
   kept = batch._replace(states=np.ones(shape, np.float16))
   run = lambda some: _step(programs, draft, optimiser, some, teacher)
   square, product = jnp.ones((_SIDE, _SIDE), dtype), jax.jit(jnp.matmul)
@@ -80,7 +89,7 @@ def main(argv):
   track = terminal.track(out, "timing")
   times = timing.take_turns(variants, _TURNS.value, track)
   spent = {name: statistics.median(each) for name, each in times.items()}
-  P, Q = _multiplied(teacher.config), _multiplied(draft.config)
+  P, Q = _multiplied(teacher.config), _trained(config, draft)
   many = config.batch_size * config.length
   flops = (2 * P + 6 * Q) * many / spent["step"]
   peak = 2 * _SIDE**3 / spent["product"]
