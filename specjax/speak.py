@@ -134,8 +134,8 @@ def answers(target, params, rows, plan, *, stop_ids, batch):
   }
 
 
-def _decode(target, params, rows, plan, stop_ids, batch):
-  """The `Output` of one batch; it ends when its last row does."""
+def request_of(target, rows, plan, stop_ids, batch):
+  """Return the `Request` of some rows, and the sizes to decode it with."""
   ask = request.make(
     [row.ids for row in rows],
     max_new=plan.max_new,
@@ -148,13 +148,15 @@ def _decode(target, params, rows, plan, stop_ids, batch):
     batch=batch,
   )
   most = min(ask.prompt.shape[1] + plan.max_new, target.context)
+  slots = -(-most // _SLOT_STEP) * _SLOT_STEP
+  return ask, dict(max_new_tokens=plan.max_new, slots=slots)
+
+
+def _decode(target, params, rows, plan, stop_ids, batch):
+  """The `Output` of one batch; it ends when its last row does."""
+  ask, sizes = request_of(target, rows, plan, stop_ids, batch)
   parts = generate.stream(
-    target,
-    params,
-    ask,
-    max_new_tokens=plan.max_new,
-    slots=-(-most // _SLOT_STEP) * _SLOT_STEP,
-    chunk_steps=_CHUNK_STEPS,
+    target, params, ask, chunk_steps=_CHUNK_STEPS, **sizes
   )
   return deque(parts, maxlen=1).pop()
 
