@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -294,3 +295,10 @@ def test_a_trimmed_head_speaks_in_the_targets_ids():
   assert set(out.tokens[out.accepted]) <= set(ids)
   with pytest.raises(ValueError, match="differ"):
     feature.make(_config((1,)), 97, ids=(1, 1))
+
+
+def test_the_readme_counts_its_lines():
+  """What it says that a drafter costs is what this one does."""
+  root = pathlib.Path(__file__).parents[1]
+  lines = (root / "specjax/drafters/feature.py").read_text().count("\n")
+  assert f"feature.py),\n{lines} lines, is" in (root / "README.md").read_text()
