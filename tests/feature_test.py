@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -111,15 +112,11 @@ def test_tokens_are_those_of_plain_decoding(num_draft, batch, greedy):
     np.testing.assert_array_equal(got.finish_reason, want.finish_reason[rows])
 
 
-@pytest.mark.parametrize(
-  "features, layers",
-  [((1,), 2), pytest.param((0, 1, 0), 1, marks=pytest.mark.slow)],
-)
-def test_rows_that_stop_drafting(features, layers):
+def test_rows_that_stop_drafting():
   """A policy by which each row decides: lengths differ, tokens do not."""
   target, params = _tiny()
-  draft = _draft(features, layers=layers)
-  policy = adaptive.Policy(0.05, 1 + 0.1 * np.arange(5), 0.0)
+  draft = _draft((0, 1, 0))
+  policy = adaptive.Policy(0.3, 1 + 0.05 * np.arange(5), 0.0)
   rows, accepted = range(8), 0
   for greedy, verifier in ((True, "block"), (False, "coupled")):
     got = generate.speculative(
@@ -204,9 +201,18 @@ def test_its_cache_holds_no_guess(plan, features):
   round starts from is what a fresh pass ends in. Rows begin elsewhere in the
   plan.
   """
+  _check_cache(_draft(features, layers=FEATURES[features]), plan)
+
+
+def test_its_cache_under_a_policy():
+  """B04: a target call of the width that the longest draft needs has taps."""
+  every = adaptive.Policy(0.0, np.ones(K + 1), 0.0)  # drafting costs nothing
+  _check_cache(_draft()._replace(policy=every), [3, 0, 2, 1, 3])
+
+
+def _check_cache(draft, plan):
   prompts = [[1], [2, 3], list(range(5, 35)), [7] * 63, [8] * 64, [9] * 65]
   target, params = _tiny()
-  draft = _draft(features, layers=FEATURES[features])
   ask = request.make(prompts, max_new=60, temperature=1.0)
   state = loop.start(target, params, ask, max_new_tokens=60, draft=draft)
   counts = [n for n in plan if n != "-"]
@@ -289,3 +295,10 @@ def test_a_trimmed_head_speaks_in_the_targets_ids():
   assert set(out.tokens[out.accepted]) <= set(ids)
   with pytest.raises(ValueError, match="differ"):
     feature.make(_config((1,)), 97, ids=(1, 1))
+
+
+def test_the_readme_counts_its_lines():
+  """What it says that a drafter costs is what this one does."""
+  root = pathlib.Path(__file__).parents[1]
+  lines = (root / "specjax/drafters/feature.py").read_text().count("\n")
+  assert f"feature.py),\n{lines} lines, is" in (root / "README.md").read_text()

@@ -8,15 +8,16 @@ needs a draft that is right at times skips three layers of thirty: alpha 0.56.
 import functools
 from typing import NamedTuple
 
+import heads
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from configs import smollm2 as config
-from specjax import generate, metrics, prompts, request
+from specjax import forced, generate, metrics, prompts, request
 from specjax.drafters import lm, ngram
-from specjax.models import load
+from specjax.models import load, transformer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -104,6 +105,64 @@ def test_coupled_tokens_are_those_of_plain_decoding(smollm2, plain, name):
     assert rate <= alpha.mean() + 4 * 0.5 / np.sqrt(len(alpha))
     accepted += got.accepted.sum()
   assert accepted or name == DRAFTS[1]
+
+
+def _fitted(model, features, asked, answered):
+  """A feature head that has learnt some answers by heart.
+
+  Its layer is the target's last, and `join` the least squares fit of that
+  layer's input along the texts: fewer tokens than it has rows.
+  """
+  head = heads.made(model, features=features, ids=tuple(range(8192)), noise=0.0)
+  text = forced.text(asked, answered, 512)
+  fed = model.target, model.params, text
+  taps = forced.features(*fed, features)
+  want = forced.features(*fed, (model.config.layers - 2,))[:, :, 0]
+  before = jnp.pad(taps.mean(2), ((0, 0), (1, 0), (0, 0)))[:, :-1]
+  token = model.params["embed"][text.tokens]
+  one, eps = jnp.ones(token.shape[-1]), model.config.norm_eps
+  norm = lambda x: transformer.norm(one, x, eps)
+  seen = jnp.concatenate([norm(token), norm(before)], -1)
+  real = np.arange(512) < text.length[:, None] - 1
+  x, y = (np.asarray(x)[real] for x in (seen, want))
+  assert len(x) < x.shape[1]
+  join = np.linalg.lstsq(x, y, rcond=1e-6)[0]
+  return head._replace(
+    params=head.params | {"join": {"kernel": jnp.asarray(join)}}
+  )
+
+
+@pytest.mark.parametrize("features", [(29,), (2, 15, 29)])
+def test_a_feature_head_leaves_the_tokens_as_they_are(smollm2, features):
+  """T = 0 by block verification, and coupled: eight prompts at once, K = 4."""
+  for T, verifier in ((0.0, "block"), (0.7, "coupled")):
+    ask = request.make(
+      _prompts(smollm2, 8),
+      max_new=32,
+      stop_ids=smollm2.tokenizer.stop_ids,
+      temperature=T,
+      seed=11,
+    )
+    want = generate.autoregressive(
+      smollm2.target, smollm2.params, ask, max_new_tokens=32
+    )
+    head = _fitted(smollm2, features, ask, want)
+    drafter, params = heads.drafter(head, smollm2.target.vocab_size)
+    got = generate.speculative(
+      *(smollm2.target, drafter, smollm2.params, params, ask),
+      num_draft=4,
+      max_new_tokens=32,
+      verifier=verifier,
+    )
+    parted = np.argwhere(got.tokens != want.tokens)
+    assert not len(parted), f"T = {T}, first (row, token): {parted[0]}"
+    np.testing.assert_array_equal(got.finish_reason, want.finish_reason)
+    found = metrics.acceptance(got, 4)
+    print(
+      f"layers {features}, T = {T}: {found.tokens} tokens equal, alpha"
+      f" {found.alpha:.3f}, {found.tokens_per_call:.3f} a call"
+    )
+    assert found.tokens_per_call > 1.5
 
 
 # Block against token verification
