@@ -137,6 +137,7 @@ def test_acceptance_adds_up(model):
     "verifier": "block",
     "parameters": None,
     "layers": None,
+    "features": None,
     "head": None,
   }
 
