@@ -154,13 +154,8 @@ def _opened(asked, target, features):
   """The `load.Opened` of a draft's weights, which fits a target."""
   reference = asked.weights
   file = load.opened(reference, draft=True)
-  its = file.lacks.features if file.lacks else ()
-  if bool(its) != (asked.name == "feature"):
-    kind = "feature" if its else "lm"
-    raise UserError(
-      f"{reference} holds another kind of draft; type"
-      f" --config.draft.name={kind}"
-    )
+  pair.same_method(asked, file)
+  its = pair.features(file)
   if features and its != features:
     raise UserError(
       f"{reference} reads the target's layers {','.join(map(str, its))}; leave"

@@ -283,7 +283,10 @@ def test_a_language_model_has_no_keys_of_a_feature_head(key):
 def test_weights_of_another_kind(tmp_path):
   model = load.whole(load.model(write_model(tmp_path / "target")))
   weights = write_model(tmp_path / "draft")
-  with pytest.raises(UserError, match="another kind of draft.*name=lm"):
+  with pytest.raises(
+    UserError,
+    match="no head that reads hidden states; type --config.draft.name=lm",
+  ):
     make(model, **HEAD | dict(weights=weights, features=()))
 
 
