@@ -133,7 +133,10 @@ def test_report_and_batches(cache, prompts, tmp_path):
 
 
 DRAFTS = [
-  ["--config.draft.name=replay", "--config.draft.alpha=0.6"],
+  pytest.param(
+    ["--config.draft.name=replay", "--config.draft.alpha=0.6"],
+    marks=pytest.mark.slow,
+  ),
   ["--config.draft.name=lm", "--config.draft.layers=(0,-1)"],
 ]
 

@@ -487,7 +487,9 @@ def test_bad_costs(options, words):
 HEAD = dict(name="feature", layers=(), features=(0, -1), depth_weights=(1.0,))
 
 
-@pytest.mark.parametrize("kind", [{}, HEAD])
+@pytest.mark.parametrize(
+  "kind", [HEAD, pytest.param({}, marks=pytest.mark.slow)]
+)
 def test_measured_costs(monkeypatch, kind):
   """Timed as decoding has both: a head of its own on a CPU, blocks of columns.
 

@@ -26,8 +26,17 @@ def _of_run(config, sizes, batches):
   return forecast.of_run(_model(), _draft(config), config, sizes, batches)
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("draft", ["lm", "ngram", "feature"])
+@pytest.mark.parametrize(
+  "draft, batch_size",
+  [
+    ("lm", 1),
+    ("ngram", 1),
+    ("ngram", 3),
+    ("feature", 3),
+    pytest.param("lm", 3, marks=pytest.mark.slow),
+    pytest.param("feature", 1, marks=pytest.mark.slow),
+  ],
+)
 def test_at_temperature_0_it_is_what_happened(draft, batch_size):
   """To the last round, also in a batch and over several turns."""
   config, sizes, batches = _run(draft, batch_size=batch_size)

@@ -245,9 +245,9 @@ def test_a_prefill_makes_no_logits():
   state = generate.start(target, params, ask, max_new_tokens=12)
   has = lambda lowered: f",{target.vocab_size}]" in lowered.compile().as_text()
   no_head = lambda text: not has(text)
-  assert no_head(
-    loop._prefill.lower(target, params, state._replace(cache=None))
-  )
+  bare = state._replace(cache=None)
+  for features in ((), (0,)):
+    assert no_head(loop._prefill.lower(target, features, params, bare))
   assert has(generate._advance.lower(target, params, state, np.int32(4)))
 
 

@@ -164,7 +164,7 @@ def _speculate(model, drafter, params, **options):
   "kind, name",
   [
     ("tied", "three"),
-    ("untied", "last"),
+    pytest.param("untied", "last", marks=pytest.mark.slow),
     pytest.param("untied here", "deep", marks=pytest.mark.slow),
   ],
 )

@@ -67,7 +67,10 @@ def twins(tmp_path_factory):
   return [(m.target, m.params) for m in pair]
 
 
-@pytest.mark.parametrize("num_draft", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+  "num_draft",
+  [1, 8, *(pytest.param(K, marks=pytest.mark.slow) for K in (2, 4))],
+)
 def test_a_draft_that_is_the_target(twins, num_draft):
   """T2, B04: 200 tokens at T = 0 and 1, not one rejection, alpha = 1.
 
