@@ -17,6 +17,7 @@ def decoding():
     num_tokens=4,  # K, drafted tokens a round; the most, with a schedule:
     schedule="constant",  # or auto, one k for the run; adaptive, by the row
     temperature=-1.0,  # of lm's and feature's draws; below 0: the target's
+    top_p=-1.0,  # likewise
     alpha=0.8,  # replay: the share of the plain run's tokens that is kept
   )
   c.verifier = "block"  # or token, coupled: a function of specjax/verify.py

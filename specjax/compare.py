@@ -115,7 +115,7 @@ def _config(name, config, K):
     if _LAYERS.fullmatch(name):
       c.draft.layers = tuple(map(int, name.split("+")))
     elif name == "ngram":
-      c.draft.head, c.draft.temperature = 0, -1.0
+      c.draft.head, c.draft.temperature, c.draft.top_p = 0, -1.0, -1.0
     else:
       c.draft.weights = name
   settings.check(c)

@@ -30,6 +30,7 @@ class Opened(NamedTuple):
   layers: tuple[int, ...]  # of the target, those that the draft is made of
   ids: tuple[int, ...] | None  # what its head keeps, None: all
   config: transformer.Config | None  # of its layers, None: it has none
+  top_p: float = -1.0  # as temperature
   chosen: str = ""  # in words, what a schedule made of it and why
   features: tuple[int, ...] = ()  # layers of the target that it reads
 
@@ -81,6 +82,7 @@ def opened(config, target, open_model=_opened):
     num_draft=asked.num_tokens,
     verifier=config.verifier,
     temperature=asked.temperature,
+    top_p=asked.top_p,
     alpha=asked.alpha,
     own=own,
     layers=layers,
@@ -252,15 +254,17 @@ def load(draft, target, *, dtype, track=lambda paths: paths):
 def join(pair, request, plain):
   """Return the `types.Draft` of a request.
 
-  Its sampling is always said, so that the draft's temperature is data.
+  Its sampling is always said, so that the draft's own values are data.
 
   Args:
     plain: [B, N] int32, what plain decoding made of it, -1 behind the end.
   """
   ours = request.sampling
-  if pair.opened.temperature >= 0:
-    own = np.full_like(ours.temperature, pair.opened.temperature)
-    ours = ours._replace(temperature=own)
+  for key in ("temperature", "top_p"):
+    value = getattr(pair.opened, key)
+    if value >= 0:
+      own = np.full_like(getattr(ours, key), value)
+      ours = ours._replace(**{key: own})
   return types.Draft(
     drafter=pair.drafter,
     params=pair.params(plain),

@@ -54,7 +54,7 @@ def _row(prediction, S, costs, K):
 
 
 def measured(paths, config, names):
-  """[{draft, verifier, K, temperature, tokens_per_call, speedup}] of reports.
+  """[{draft, verifier, K, its sampling, tokens_per_call, speedup}] of reports.
 
   Args:
     paths: JSON reports of decode.py, of batch 1.
@@ -78,7 +78,7 @@ def _measured(path, config, names):
     }
     if asked["name"] == "lm":
       same["draft.head"] = asked["head"] == config.draft.head
-    temperature = asked["temperature"]
+    own = {key: asked.get(key, -1.0) for key in _SWEPT}
   except OSError as e:
     raise UserError(f"cannot read --measured={path}: {e.strerror}") from e
   except (ValueError, KeyError, TypeError):
@@ -101,12 +101,13 @@ def _measured(path, config, names):
     "verifier": verifier,
     "K": K,
     # -1 is the config's, as in a row that changes none
-    "temperature": -1.0
-    if temperature == config.draft.temperature
-    else temperature,
+    **{k: -1.0 if x == config.draft[k] else x for k, x in own.items()},
     "tokens_per_call": tokens,
     "speedup": speedup,
   }
+
+
+_SWEPT = ("temperature", "top_p")  # of a draft's own draws
 
 
 def _plain(value):
@@ -118,10 +119,9 @@ def add_measured(rows, points):
   """Put what was measured into the rows that it belongs to, else None."""
 
   def same(row, point):
-    own = row["sampling"].get("temperature", -1.0)
-    return own == point["temperature"] and all(
-      row[key] == point[key] for key in ("draft", "verifier", "K")
-    )
+    own = {key: row["sampling"].get(key, -1.0) for key in _SWEPT}
+    own |= {key: row[key] for key in ("draft", "verifier", "K")}
+    return all(point[key] == x for key, x in own.items())
 
   return [
     row | {"measured": next((p for p in points if same(row, p)), None)}
@@ -183,6 +183,8 @@ def winner(found):
   if "temperature" in best["sampling"]:
     T = best["sampling"]["temperature"]
     flags.append(f"--config.draft.temperature={T:g}")
+  if "top_p" in best["sampling"]:
+    flags.append(f"--config.draft.top_p={best['sampling']['top_p']:g}")
   flags.append(f"--config.verifier={best['verifier']}")
   return f"{label(best)}: {best['speedup']:.2f} x with {' '.join(flags)}"
 

@@ -128,6 +128,11 @@ def _check_draft(draft):
       "--config.draft.temperature must be finite, below 0 for the target's"
       f" own, got {draft.temperature}"
     )
+  if not (draft.top_p < 0 or 0 < draft.top_p <= 1):  # or NaN
+    raise UserError(
+      "--config.draft.top_p must be in (0, 1], or below 0 for the target's own,"
+      f" got {draft.top_p}"
+    )
   if not 0 <= draft.alpha <= 1:
     raise UserError(f"--config.draft.alpha must be in 0..1, got {draft.alpha}")
   if not all(type(i) is int for i in draft.layers):
@@ -148,8 +153,8 @@ def _check_draft(draft):
       " that train_draft.py exported"
     )
   given = chosen + ["head"] * (draft.head > 0)
-  given += ["temperature"] * (draft.temperature >= 0)
-  own = {"lm": given, "feature": ["weights", "temperature"]}
+  given += [k for k in ("temperature", "top_p") if draft[k] >= 0]
+  own = {"lm": given, "feature": ["weights", "temperature", "top_p"]}
   others = [key for key in given if key not in own.get(draft.name, ())]
   if others:
     raise UserError(

@@ -243,6 +243,8 @@ def _draft(report):
     words.append(f"alpha {asked['alpha']:g}")
   if asked["temperature"] >= 0:
     words.append(f"temperature {asked['temperature']:g}")
+  if asked["top_p"] >= 0:
+    words.append(f"top-p {asked['top_p']:g}")
   words.append(f"{draft['K']} tokens a round, verifier {draft['verifier']}")
   return ", ".join(words)
 

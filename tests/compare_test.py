@@ -245,6 +245,8 @@ def test_the_winner_says_what_to_type():
   said = ranking.winner(found | dict(winner=other))
   assert "good T 0.5: " in said and "draft.temperature=0.5" in said
   assert "--config.draft.name=lm --config.draft.layers=0,2" in said
+  cut = other | dict(sampling=dict(top_p=0.9))
+  assert "--config.draft.top_p=0.9 " in ranking.winner(found | dict(winner=cut))
   drafts["good"] = dict(name="feature", layers=None)
   said = ranking.winner(found | dict(winner=other))
   assert "--config.draft.name=feature --config.draft.weights=good" in said

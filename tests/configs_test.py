@@ -102,6 +102,8 @@ def test_commands_in_docstrings_name_this_config(path):
     ("draft.name", "ngam", "draft.name must be one of lm, feature, ngram"),
     ("draft.num_tokens", -1, "draft.num_tokens must be at least 0"),
     ("draft.head", -1, "draft.head must be at least 0"),
+    ("draft.top_p", 0.0, "draft.top_p must be in"),
+    ("draft.top_p", float("nan"), "draft.top_p must be in"),
     ("draft.temperature", float("nan"), "draft.temperature must be finite"),
     ("draft.temperature", float("inf"), "draft.temperature must be finite"),
     ("draft.alpha", 1.5, "draft.alpha must be in 0..1"),

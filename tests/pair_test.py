@@ -212,7 +212,7 @@ def test_context(tmp_path, target):
 
 def test_join_says_the_drafts_sampling():
   config = _config(layers=(0,))
-  config.draft.temperature = 0.5
+  config.draft.temperature, config.draft.top_p = 0.5, 0.9
   opened = load.random(config.architecture)
   chosen = pair.opened(config, opened)
   draft = pair.Pair(None, lambda plain: plain, chosen)
@@ -221,7 +221,9 @@ def test_join_says_the_drafts_sampling():
   )
   own = pair.join(draft, ask, "the plain run").sampling
   assert own.temperature.tolist() == [0.5, 0.5] and own.top_k.tolist() == [3, 4]
-  assert own.temperature.dtype == np.float32
-  same = draft._replace(opened=chosen._replace(temperature=-1.0))
+  assert own.top_p.tolist() == [np.float32(0.9)] * 2
+  assert own.temperature.dtype == own.top_p.dtype == np.float32
+  same = chosen._replace(temperature=-1.0, top_p=-1.0)
+  same = draft._replace(opened=same)
   assert pair.join(same, ask, None).sampling is ask.sampling
   assert pair.join(draft, ask, "the plain run").params == "the plain run"
