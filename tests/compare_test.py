@@ -294,7 +294,7 @@ def test_the_picture():
 
   rows, _, _ = _rows()
   point = dict(draft="good", verifier="block", K=4, temperature=-1.0)
-  point |= dict(tokens_per_call=2.0, speedup=1.4)
+  point |= dict(top_p=-1.0, tokens_per_call=2.0, speedup=1.4)
   drafts = {
     "good": dict(costs=dict(C=5.0)),
     "fast": dict(costs=dict(C=None)),  # free
