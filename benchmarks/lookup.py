@@ -24,17 +24,14 @@ def measure(model, kinds, config, turns, out):
   Args:
     kinds: only prompts of these, all if there are none.
   """
-  todo = [p for p in prompts.read(config) if not kinds or p.kind in kinds]
-  if not todo:
-    raise UserError(f"no prompt is of a kind in --kinds={','.join(kinds)}")
+  todo = of_kinds(config, kinds)
   K = config.draft.num_tokens
   draft = types.Draft(ngram.make(model.target.vocab_size), (), K)
   rows = []
   for prompt in rich.progress.track(
     todo, "measuring", console=out, transient=True
   ):
-    talk = [*prompt.history, {"role": "user", "content": prompt.turns[0]}]
-    ids = prompts.encode(model.tokenizer, talk, as_chat=config.chat)
+    ids = first_turn(model, prompt, config)
     rows.append(
       {
         "id": prompt.id,
@@ -43,6 +40,24 @@ def measure(model, kinds, config, turns, out):
       }
     )
   return {"num_draft": K, "prompts": rows}
+
+
+def of_kinds(config, kinds):
+  """Return a config's prompts of some kinds, all if there are none.
+
+  Raises:
+    UserError: there is no such prompt.
+  """
+  todo = [p for p in prompts.read(config) if not kinds or p.kind in kinds]
+  if not todo:
+    raise UserError(f"no prompt is of a kind in --kinds={','.join(kinds)}")
+  return todo
+
+
+def first_turn(model, prompt, config):
+  """Return the ids of a prompt's first turn, as it is decoded."""
+  talk = [*prompt.history, {"role": "user", "content": prompt.turns[0]}]
+  return prompts.encode(model.tokenizer, talk, as_chat=config.chat)
 
 
 def _compare(model, ids, max_new, draft, turns):

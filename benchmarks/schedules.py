@@ -14,12 +14,11 @@ import rich.console
 import rich.table
 from absl import flags
 
-from benchmarks import clock
+from benchmarks import clock, lookup
 from specjax import (
   cli,
   pair,
   play,
-  prompts,
   report,
   request,
   runtime,
@@ -27,7 +26,6 @@ from specjax import (
   settings,
   terminal,
 )
-from specjax.errors import UserError
 from specjax.models import load
 
 _CONFIG = cli.define_config()
@@ -39,14 +37,13 @@ _JSON = flags.DEFINE_string("json", None, "Write the numbers here.")
 
 
 def _todo(config):
-  """First turns of the kinds that were asked for."""
-  found = [p._replace(turns=p.turns[:1]) for p in prompts.read(config)]
-  kinds = _KINDS.value or list(dict.fromkeys(p.kind for p in found))
+  """First turns of the kinds that were asked for, so many of each."""
+  found = [
+    p._replace(turns=p.turns[:1]) for p in lookup.of_kinds(config, _KINDS.value)
+  ]
+  kinds = _KINDS.value or dict.fromkeys(p.kind for p in found)
   of = lambda kind: [p for p in found if p.kind == kind]
-  todo = [p for kind in kinds for p in of(kind)[: _LIMIT.value or None]]
-  if not todo:
-    raise UserError(f"no prompt is of a kind in --kinds={','.join(kinds)}")
-  return todo
+  return [p for kind in kinds for p in of(kind)[: _LIMIT.value or None]]
 
 
 def _variants(model, config, opened, todo, lengths, out):
@@ -67,10 +64,8 @@ def _measure(model, config, variants, sizes, todo, out):
   """[{"kind", "variant", "tokens", "calls", "seconds"}], one a prompt each."""
   rows, V = [], model.target.vocab_size
   for number, prompt in terminal.track(out, "measuring")(list(enumerate(todo))):
-    talk = [*prompt.history, {"role": "user", "content": prompt.turns[0]}]
-    ids = prompts.encode(model.tokenizer, talk, as_chat=config.chat)
     ask = request.make(
-      [ids],
+      [lookup.first_turn(model, prompt, config)],
       max_new=config.max_new_tokens,
       seed=config.seed + number,
       stop_ids=model.tokenizer.stop_ids,

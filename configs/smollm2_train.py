@@ -9,8 +9,7 @@ and then decode.py with configs/smollm2.py, --config.draft.name=lm and
 The prompts are the user's: JSONL with a "prompt" a row. Its answers are
 sampled from the target, some 100 tokens each, at T = 0, 0.7 and 1; the cache of
 these is kept between runs, and grows by 2,048 prompts at a time. So is what
-the target makes of them, 1.2 kB a token: without its layers a step takes a
-third of the time.
+the target makes of them, 1.2 kB a token: a step then skips its layers.
 
 The embedding is the target's and stays as it is: two layers and the head are
 7.1 M + 4.7 M numbers to train.

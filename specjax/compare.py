@@ -175,7 +175,8 @@ def run(out, config, asked, todo, dtype):
   target = terminal.open_target(out, config)
   settings.sampling(config, target.config.vocab_size)  # ids that it has
   sizes = play.sizes(target, todo, plain)
-  get = functools.partial(terminal.open_model, out, draft=True)
+  # asked for a draft's method, then for the draft
+  get = functools.cache(functools.partial(terminal.open_model, out, draft=True))
   drafts = opened(asked, target, sizes, get)
   model, pairs = _load(out, target, drafts, sizes, dtype)
   seconds = {"load": time.perf_counter() - began}

@@ -167,11 +167,7 @@ def _samplings(sampling, temperature, draft_temperature):
 )
 def _pass(target, forward, params, own_params, batch, at, own, *, ids, chunk):
   """`_Tokens` of a batch."""
-  B, T = batch.tokens.shape
-  places = jnp.broadcast_to(jnp.arange(T), (B, T))
-  teacher, taps, _ = target.apply(
-    params, batch.tokens, places, None, features=forward.features
-  )
+  teacher, taps = step.read(target, params, batch.tokens, forward.features)
   student = forward.hidden(own_params, batch, teacher, taps)
   law = jax.vmap(jax.vmap(laws.probabilities, (0, None)))
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from specjax import loop, sampling, types
+from specjax import loop, reach, sampling, types
 from specjax.cache import prefill, prefill_taps
 from specjax.drafters import lm
 
@@ -45,9 +45,7 @@ def text(request, output, slots):
 
 def windows(along, K):
   """[B, N] by position -> [B, N, K] by [start, depth], -inf behind the end."""
-  B, N = along.shape
-  padded = np.pad(along, ((0, 0), (0, K)), constant_values=-np.inf)
-  return padded[:, np.arange(N)[:, None] + np.arange(K)]
+  return np.stack([reach.by_start(x[:, None], K, -np.inf) for x in along])
 
 
 def of_model(

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import data, shards
+from specjax import data, shards, step, trajectories
 from specjax.errors import UserError
 
 _ROWS = 64  # texts of a shard
@@ -57,7 +57,7 @@ def collect(root, teacher, found, *, features, length, batch, watch):
   def shard(i):
     at = np.arange(starts[i], min(starts[i] + _ROWS, len(sizes)))
     return {
-      "states": _states(teacher, found.tokens, sizes, at, features, batch),
+      "states": _states(teacher, found, sizes, at, features, batch),
       "count": sizes[at],
     }
 
@@ -72,16 +72,13 @@ def collect(root, teacher, found, *, features, length, batch, watch):
   )
 
 
-def _states(teacher, tokens, sizes, at, features, batch):
+def _states(teacher, texts, sizes, at, features, batch):
   """[N, 1 + F, D] of some rows."""
   wide = -(-int(sizes[at].max()) // _ROWS) * _ROWS  # few programs
-  some = np.zeros((len(at), wide), np.int32)
-  width = min(wide, tokens.shape[1])
-  some[:, :width] = tokens[at, :width]
-  parts = []
+  tokens, parts = trajectories.batch(texts, at, wide).tokens, []
   for i in range(0, len(at), batch):
     rows = np.arange(i, min(i + batch, len(at)))
-    fed = some[np.resize(rows, batch)]
+    fed = tokens[np.resize(rows, batch)]
     found = np.asarray(_pass(teacher.target, teacher.params, fed, features))
     parts += [found[j, : sizes[at[r]]] for j, r in enumerate(rows)]
   found = np.concatenate(parts)
@@ -102,8 +99,7 @@ def _digest(tokens, sizes):
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def _pass(target, params, tokens, features):
-  at = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-  hidden, taps, _ = target.apply(params, tokens, at, None, features=features)
+  hidden, taps = step.read(target, params, tokens, features)
   found = jnp.concatenate([hidden[:, :, None], taps], 2)
   return found.astype(jnp.float16)
 

@@ -186,12 +186,12 @@ def _by_id(tok):
   return {i: token for token, i in vocab.items()}
 
 
-def named_layers(asked, depth):
-  """Layer numbers from 0; negative ones count from the end."""
+def named_layers(asked, depth, key="layers"):
+  """Layer numbers from 0; negative ones count from the end. key: of draft."""
   if not all(-depth <= i < depth for i in asked):
     text = ",".join(map(str, asked))
     raise UserError(
-      f"--config.draft.layers={text}: the target has layers 0 to {depth - 1}"
+      f"--config.draft.{key}={text}: the target has layers 0 to {depth - 1}"
     )
   return tuple(i % depth for i in asked)
 

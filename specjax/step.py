@@ -231,11 +231,18 @@ def _teacher(teacher, params, batch, forward, dtype):
   if batch.states is not None:
     states = jnp.asarray(batch.states, dtype)
     return states[:, :, 0], states[:, :, 1:]
-  at = _positions(batch.tokens)
-  hidden, taps, _ = teacher.apply(
-    params, batch.tokens, at, None, features=forward.features
-  )
-  return jax.lax.stop_gradient((hidden, taps))
+  found = read(teacher, params, batch.tokens, forward.features)
+  return jax.lax.stop_gradient(found)
+
+
+def read(target, params, tokens, features):
+  """Return what a `Target` makes of tokens [B, T] from place 0, uncached.
+
+  Returns:
+    The last hidden states [B, T, D] and the taps [B, T, F, D].
+  """
+  at = _positions(tokens)
+  return target.apply(params, tokens, at, None, features=features)[:2]
 
 
 def _head(forward, dtype, masters, hidden):

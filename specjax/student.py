@@ -85,13 +85,9 @@ def check_target(asked, opened):
 
 def _features(asked, depth):
   """Numbers from 0 of the target's layers that a draft reads."""
-  text = ",".join(map(str, asked))
-  if not all(-depth <= i < depth for i in asked):
-    raise UserError(
-      f"--config.draft.features={text}: the target has layers 0 to {depth - 1}"
-    )
-  found = tuple(i % depth for i in asked)
+  found = pair.named_layers(asked, depth, "features")
   if len(set(found)) < len(found):
+    text = ",".join(map(str, asked))
     raise UserError(f"--config.draft.features={text} names a layer twice")
   return found
 

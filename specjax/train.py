@@ -66,14 +66,8 @@ def _run(config, folder):
   workdir.check(folder, config)
   out = terminal.console()
   dtype = runtime.setup(config.dtype)
-  bar = terminal.track(out, "reading weights")
-  opened = terminal.open_target(out, config)
-  _check_target(config, opened)
-  teacher = load.whole(load.model(opened, dtype=dtype, track=bar))
-  with shards.shown(out, "sampling answers") as watch:
-    found = feed.collect(config, teacher, watch)
-    fed = feed.split(config, found, watch.note)
-    digest = feed.digest(fed)
+  teacher, fed = _given(config, out, dtype)
+  digest = feed.digest(fed)
   with contextlib.ExitStack() as open_files:
     enter = open_files.enter_context
     workdir.begin(folder, config)
@@ -117,6 +111,17 @@ def _run(config, folder):
       return 128 + asked[0]
     _finish(job, fed, log)
   return 0
+
+
+def _given(config, out, dtype):
+  """What a run begins with: the target, a `load.Model`, and its `feed.Feed`."""
+  bar = terminal.track(out, "reading weights")
+  opened = terminal.open_target(out, config)
+  _check_target(config, opened)
+  teacher = load.whole(load.model(opened, dtype=dtype, track=bar))
+  with shards.shown(out, "sampling answers") as watch:
+    found = feed.collect(config, teacher, watch)
+    return teacher, feed.split(config, found, watch.note)
 
 
 def _check_target(config, opened):

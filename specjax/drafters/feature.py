@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from specjax import cache as kv
-from specjax.drafters import chain
+from specjax.drafters import chain, lm
 from specjax.models import matrix, transformer
 from specjax.types import Drafter
 
@@ -67,7 +67,7 @@ def joined(config, params, tokens, before):
   """What enters the layers at tokens [B, T], g or a [B, T, D] one before."""
   c = config.layers
   norm = lambda name, x: transformer.norm(params[name]["scale"], x, c.norm_eps)
-  token = params["embed"][jnp.minimum(tokens, c.vocab_size - 1)]  # (B11)
+  token = params["embed"][lm.known(c, tokens)]
   both = norm("token_norm", token), norm("feature_norm", before)
   return matrix.product(jnp.concatenate(both, -1), params["join"]["kernel"])
 
@@ -189,9 +189,9 @@ def make(config, vocab_size, *, ids=None):
     at = jnp.where(real, outcome.length[:, None] + i, S)
     g = fuse(config, params, outcome.taps)
     a, cache = feed(params, state.cache, outcome.tokens, g, at)
-    last = a[jnp.arange(B), jnp.maximum(outcome.count - 1, 0)]
-    last = jnp.where(outcome.count[:, None] > 0, last, state.last)
-    return State(cache, last)
+    # a row that emits nothing has ended, and its state is nobody's
+    last = jnp.maximum(outcome.count - 1, 0)
+    return State(cache, a[jnp.arange(B), last])
 
   return Drafter(
     features=config.features,

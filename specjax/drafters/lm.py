@@ -73,7 +73,11 @@ def make(model, vocab_size, *, ids=None):
 
 
 def known(model, tokens):
-  """What is fed for tokens: its last id for one that it does not have (B11)."""
+  """What is fed for tokens: its last id for one that it does not have (B11).
+
+  Args:
+    model: anything with a vocab_size.
+  """
   return jnp.minimum(tokens, model.vocab_size - 1)
 
 
