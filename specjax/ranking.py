@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -180,22 +181,35 @@ def winner(found):
     flags.append(f"--config.draft.layers={layers}")
   elif draft["name"] != "ngram":
     flags.append(f"--config.draft.weights={best['draft']}")
-  if "temperature" in best["sampling"]:
-    T = best["sampling"]["temperature"]
-    flags.append(f"--config.draft.temperature={T:g}")
-  if "top_p" in best["sampling"]:
-    flags.append(f"--config.draft.top_p={best['sampling']['top_p']:g}")
+  for key, value in best["sampling"].items():
+    flags.append(f"--config.draft.{key}={value:g}")
   flags.append(f"--config.verifier={best['verifier']}")
   return f"{label(best)}: {best['speedup']:.2f} x with {' '.join(flags)}"
 
 
 def label(row):
   """What a person calls a draft and its sampling."""
-  words = [row["draft"].partition("#")[0].rstrip("/").rpartition("/")[2]]
+  name = row["draft"].partition("#")[0].rstrip("/").rpartition("/")[2]
+  words = [_runs(name) if _LAYERS.fullmatch(name) else name]
   asked = row["sampling"]
   names = (("temperature", "T"), ("top_p", "top-p"))
   words += [f"{short} {asked[k]:g}" for k, short in names if k in asked]
   return " ".join(words)
+
+
+_LAYERS = re.compile(r"\d+(\+\d+)*")
+
+
+def _runs(layers):
+  """0+1+2+3+9 as 0..3+9: some thirty numbers would fill a picture."""
+  found = []
+  for i in map(int, layers.split("+")):
+    if found and found[-1][1] == i - 1:
+      found[-1][1] = i
+    else:
+      found.append([i, i])
+  short = lambda a, b: f"{a}..{b}" if b - a > 1 else f"{a}+{b}" if b > a else a
+  return "+".join(str(short(a, b)) for a, b in found)
 
 
 _COLUMNS = (
@@ -279,9 +293,7 @@ def show(found):
   out.print(table(found))
   out.print(winner(found), soft_wrap=True)
   if any(draft["costs"]["modelled"] for draft in found["drafts"].values()):
-    out.print(
-      f"S is modelled for batch {found['batch']} from parts timed at batch 1",
-      soft_wrap=True,
-    )
+    line = f"S is modelled for batch {found['batch']}, timed at batch 1"
+    out.print(line, soft_wrap=True)
   if line := noise(found):
     out.print(line, soft_wrap=True)

@@ -228,6 +228,20 @@ def test_no_report_at_all(tmp_path):
     ranking.measured([str(path)], tiny.get_config(), ["ngram"])
 
 
+@pytest.mark.parametrize(
+  "draft, said",
+  [
+    ("0+1+2+6+7+8+9", "0..2+6..9"),
+    ("0+1+28+29", "0+1+28+29"),
+    ("9+3+0+1+2", "9+3+0..2"),
+    ("29", "29"),
+    ("runs/a+b/draft", "draft"),
+  ],
+)
+def test_many_layers_have_a_short_name(draft, said):
+  assert ranking.label(dict(draft=draft, sampling={})) == said
+
+
 def test_the_winner_says_what_to_type():
   rows, _, _ = _rows()
   rows = ranking.add_measured(rows, [])
