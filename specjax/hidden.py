@@ -50,7 +50,6 @@ def collect(root, teacher, found, *, features, length, batch, watch):
     "source": "hidden",
     "target": data.fingerprint(teacher),
     "features": list(features),
-    "length": length,
     "texts": _digest(found.tokens, sizes),
   }
 

@@ -22,8 +22,8 @@ def _texts(seed=0, sizes=_SIZES):
   return trajectories.make([(draw(p), draw(a), 0.7) for p, a in sizes])
 
 
-def _collect(teacher, found, root=None, watch=shards.QUIET, length=24):
-  how = dict(features=FEATURES, length=length, batch=2, watch=watch)
+def _collect(teacher, found, root=None, watch=shards.QUIET, **how):
+  how = dict(features=FEATURES, length=24, batch=2, watch=watch) | how
   return hidden.collect(root, teacher, found, **how)
 
 
@@ -58,9 +58,16 @@ def test_they_are_computed_once(teacher, tmp_path, monkeypatch):
   assert made[-1] == 0
   for x, y in zip(first.states, again.states, strict=True):
     np.testing.assert_array_equal(x, y)
-  for other in (dict(found=_texts(1)), dict(found=found, length=23)):
+  double = jax.tree.map(lambda x: 2 * x, teacher.params)
+  for other in (
+    dict(found=_texts(1)),
+    dict(length=23),
+    dict(features=(0, 1)),
+    dict(teacher=teacher._replace(params=double)),
+  ):
+    same = dict(teacher=teacher, found=found, root=tmp_path, watch=watch)
     with pytest.raises(TypeError, match="not callable"):
-      _collect(teacher, root=tmp_path, watch=watch, **other)
+      _collect(**same | other)
 
 
 def test_what_float16_cannot_hold_is_refused(teacher):
