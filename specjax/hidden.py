@@ -32,7 +32,9 @@ def collect(root, teacher, found, *, features, length, batch, watch):
   """Return the `Hidden` of some texts, computed or found on disk.
 
   A state is the last hidden one, that the head reads, then the outputs of the
-  layers that are asked for.
+  layers that are asked for. A finished cache that has those layers and others
+  will do: drafts that read some of its layers are compared without another
+  pass.
 
   Args:
     root: where caches are; see `shards.collect`.
@@ -60,7 +62,7 @@ def collect(root, teacher, found, *, features, length, batch, watch):
       "count": sizes[at],
     }
 
-  kept = shards.collect(
+  kept = _wider(root, settings, watch) or shards.collect(
     root, settings, len(starts), shard, tell=lambda _: {}, watch=watch
   )
   first = np.cumsum(sizes, dtype=np.int64) - sizes
@@ -69,6 +71,21 @@ def collect(root, teacher, found, *, features, length, batch, watch):
     first - first[np.arange(len(sizes)) // _ROWS * _ROWS],
     sizes,
   )
+
+
+def _wider(root, settings, watch):
+  """The shards of a finished cache with more layers than these, or None."""
+  asked = settings["features"]
+  for folder, other in shards.finished(root):
+    has = other.get("features", [])
+    if other == {**settings, "features": has} and set(asked) < set(has):
+      watch.note(f"layers {asked} are read from those in {folder}")
+      at = [0, *(1 + has.index(layer) for layer in asked)]
+      return [
+        {**shard, "states": shard["states"][:, at]}
+        for shard in shards.load(folder)
+      ]
+  return None
 
 
 def _states(teacher, texts, sizes, at, features, batch):

@@ -125,6 +125,19 @@ def load(folder):
   return found
 
 
+def finished(root):
+  """Yield (folder, settings) of each set of shards below root that is whole."""
+  for path in sorted(Path(root).glob(f"*/{_META}")) if root else ():
+    try:
+      meta = json.loads(path.read_text())
+      whole = meta["format"] == FORMAT and meta["done"] == meta["shards"]
+      found = meta["settings"] if whole else None
+    except (OSError, ValueError, TypeError, KeyError):
+      continue  # of a run that was killed while it began
+    if isinstance(found, dict):
+      yield path.parent, found
+
+
 def _file(folder, i):
   return folder / f"shard-{i:05d}.npz"
 

@@ -70,6 +70,33 @@ def test_they_are_computed_once(teacher, tmp_path, monkeypatch):
       _collect(**same | other)
 
 
+def test_fewer_layers_are_read_from_a_finished_cache(
+  teacher, tmp_path, monkeypatch
+):
+  """Of the same texts; one with a shard missing is not read."""
+  monkeypatch.setattr(hidden, "_ROWS", 2)
+  found, notes = _texts(), []
+  _collect(teacher, found, tmp_path)
+  right = [_collect(teacher, found, features=f) for f in ((0,), (1,), ())]
+  whole, folders = hidden._pass, set(tmp_path.iterdir())
+  monkeypatch.setattr(hidden, "_pass", None)  # not needed any more
+  watch = shards.Watch(notes.append, lambda progress: None)
+  for features, one in zip(((0,), (1,), ()), right, strict=True):
+    mine = _collect(teacher, found, tmp_path, watch, features=features)
+    for x, y in zip(mine.states, one.states, strict=True):
+      np.testing.assert_array_equal(x, y)
+  assert set(tmp_path.iterdir()) == folders
+  assert notes[0].startswith("layers [0] are read from those in")
+  with pytest.raises(TypeError, match="not callable"):
+    _collect(teacher, _texts(1), tmp_path, watch, features=(0,))
+  monkeypatch.setattr(hidden, "_pass", whole)
+  (folder,) = folders
+  meta = folder / "meta.json"
+  meta.write_text(meta.read_text().replace('"done": 3', '"done": 2'))
+  _collect(teacher, found, tmp_path, features=(0,))
+  assert set(tmp_path.iterdir()) > folders
+
+
 def test_what_float16_cannot_hold_is_refused(teacher):
   """Residual streams have outliers: 65,504 is the largest of float16."""
   norm = teacher.params["norm"]
