@@ -21,8 +21,9 @@ def training():
   )
   c.data = dict(
     source="prompts",  # answers to prompts; self: prompts too; given: a file's
-    path="",  # JSONL of prompts, or of texts that are given
-    limit=0,  # only the first so many prompts, 0 for all
+    path="",  # JSONL of prompts, or of texts or answers that are given
+    about="",  # what the draft's card says of them: sources, licences
+    limit=0,  # only the first so many of its rows, 0 for all
     count=1000,  # self: prompts that the target begins
     max_user=64,  # self: tokens of a prompt's words
     chat=True,  # render the chat template; False continues raw text
@@ -32,7 +33,8 @@ def training():
     # temperature, weight: an answer has one of them, in these proportions
     temperatures=((0.0, 0.3), (0.7, 0.3), (1.0, 0.4)),
     batch=64,  # answers that are decoded at once
-    learn_prompts=False,  # what the target would say in a prompt, too
+    # what the target would say in a prompt, too; a given one needs no answer
+    learn_prompts=False,
     held_out=0.1,  # the share of prompts that is never trained on
     from_draft=0.0,  # the share of each batch that the draft itself answered
     refresh_every=500,  # steps between two such samples

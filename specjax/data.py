@@ -7,6 +7,7 @@ at the temperatures of the deployment, since acceptance depends on them.
 """
 
 import hashlib
+import itertools
 from collections import Counter
 
 import jax
@@ -199,7 +200,7 @@ def _ended(tok, shard, plan):
         yield int(n), tuple(asked)
 
 
-def given(tok, path, *, as_chat, most):
+def given(tok, path, *, as_chat, most, prompts_alone=False, limit=0):
   """Return the sequences of a JSONL file; nothing is sampled.
 
   A row has "text", all of which is learned but for its first token, or
@@ -210,13 +211,15 @@ def given(tok, path, *, as_chat, most):
     tok: a `Tokenizer`; path: the file, "-" for standard input.
     as_chat: render prompts and answers through the chat template.
     most: tokens of a sequence; an answer is cut there, to no less than one.
+    prompts_alone: a row may have no answer, and then its prompt is a text.
+    limit: only the first so many rows, 0 for all.
 
   Raises:
     UserError: a row that is neither, each with its line.
   """
   rows = []
-  for row, where, number in prompts.rows(path):
-    prompt, answer = _given(tok, row, where, number, as_chat)
+  for row, where, number in itertools.islice(prompts.rows(path), limit or None):
+    prompt, answer = _given(tok, row, where, number, as_chat, prompts_alone)
     # behind a prompt that is too long, one token: it has an answer all the same
     room = max(most - len(prompt), 1)
     rows.append((prompt, answer[:room], np.nan))
@@ -225,10 +228,14 @@ def given(tok, path, *, as_chat, most):
   return trajectories.make(rows)
 
 
-def _given(tok, row, where, number, as_chat):
+def _given(tok, row, where, number, as_chat, prompts_alone):
   """(prompt ids, answer ids) of a parsed row."""
   if isinstance(row, dict) and "text" in row:
     ids = tokenizer.encode(tok, prompts.text(row["text"], f"{where}: 'text'"))
+    return ids[:1], ids[1:]
+  if prompts_alone and isinstance(row, dict) and "answer" not in row:
+    talk = _talk(prompts.parse(row, where, number))
+    ids = prompts.encode(tok, talk, as_chat=as_chat)
     return ids[:1], ids[1:]
   if not isinstance(row, dict) or "answer" not in row:
     raise UserError(f'{where}: needs "text", or "prompt" and "answer"')

@@ -17,7 +17,7 @@ import safetensors
 import safetensors.numpy
 
 from specjax import card as cards
-from specjax import data
+from specjax import data, overlap
 from specjax.errors import UserError
 from specjax.models import describe, exported, hub, weights
 
@@ -33,6 +33,7 @@ _COPIED = (  # of a target's folder, those that are there
 )
 _FILES = {_CARD, _CONFIG, _GENERATION, *_COPIED}
 _FILES |= {exported.MODEL, exported.WEIGHTS, exported.FILE, exported.IDS}
+_FILES |= {overlap.FILE}
 
 
 def rounded(params, dtype):
@@ -46,7 +47,17 @@ def rounded(params, dtype):
   return jax.tree.map(lambda x: x.astype(dtype).astype(x.dtype), params)
 
 
-def save(folder, draft, params, *, teacher, reference, card, dtype="float32"):
+def save(
+  folder,
+  draft,
+  params,
+  *,
+  teacher,
+  reference,
+  card,
+  prompts=None,
+  dtype="float32",
+):
   """Write a draft's folder; one that is there is replaced when all is written.
 
   Files are written in a hidden folder beside it, which then gets its name. A
@@ -59,6 +70,7 @@ def save(folder, draft, params, *, teacher, reference, card, dtype="float32"):
     teacher: the target, a `load.Model`; reference: the string that names it.
     card: {title: text, or {name: value}}: what README.md is to tell, such as
       metrics, data and the command.
+    prompts: of `overlap.of`, None: unknown.
     dtype: of the stored weights; a narrow one rounds them, and the card says
       so.
 
@@ -71,6 +83,20 @@ def save(folder, draft, params, *, teacher, reference, card, dtype="float32"):
   check_folder(folder)
   tensors = _tensors(draft, params, dtype)
   lacks = _lacks(draft, teacher, reference)
+
+  def fill(new):
+    _write_model(new, draft, tensors, lacks)
+    _write_tokenizer(new, teacher, reference)
+    if prompts is not None:
+      overlap.write(new, prompts)
+    text = cards.text(folder.name, draft, tensors, lacks, reference, card)
+    (new / _CARD).write_text(text, encoding="utf-8")
+
+  _replace(folder, fill)
+
+
+def _replace(folder, fill):
+  """Make a folder anew, with `fill(folder to write in)`, or leave it."""
   try:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
@@ -78,10 +104,7 @@ def save(folder, draft, params, *, teacher, reference, card, dtype="float32"):
     ) as scratch:
       new = Path(scratch) / "new"
       new.mkdir()  # unlike `scratch`, with the rights that folders get here
-      _write_model(new, draft, tensors, lacks)
-      _write_tokenizer(new, teacher, reference)
-      text = cards.text(folder.name, draft, tensors, lacks, reference, card)
-      (new / _CARD).write_text(text, encoding="utf-8")
+      fill(new)
       for file in new.iterdir():
         _sync(file)
       _put(new, folder, Path(scratch) / "old")

@@ -52,7 +52,12 @@ def collect(config, model, watch):
   root = _cache(asked)
   if asked.source == "given":
     return data.given(
-      model.tokenizer, asked.path, as_chat=asked.chat, most=config.length + 1
+      model.tokenizer,
+      asked.path,
+      as_chat=asked.chat,
+      most=config.length + 1,
+      prompts_alone=asked.learn_prompts,
+      limit=asked.limit,
     )
   if asked.source == "self":
     sizes = dict(max_user=asked.max_user, root=root, watch=watch)

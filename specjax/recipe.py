@@ -16,6 +16,7 @@ _FREE = (
   "log_every",
   "checkpoint.every",
   "checkpoint.keep",
+  "data.about",
   "data.cache",
   "decode_with",
 )

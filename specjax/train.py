@@ -25,6 +25,7 @@ from specjax import (
   export,
   feed,
   generate,
+  overlap,
   recipe,
   runtime,
   session,
@@ -35,6 +36,7 @@ from specjax import (
   terminal,
   timing,
   trainlog,
+  trajectories,
   workdir,
 )
 from specjax.errors import UserError
@@ -259,6 +261,9 @@ def _finish(job, fed, log):
   config, number = job.config, checkpoint.latest(job.best)
   told = checkpoint.meta(job.best, number)
   params = checkpoint.restore(job.best, number, job.student.params)
+  both = trajectories.concatenate([fed.train, fed.held_out])
+  prompts = overlap.of(job.teacher.tokenizer, both)
+  about = [config.data.about] if config.data.about else []
   export.save(
     job.folder / DRAFT,
     job.student,
@@ -269,11 +274,14 @@ def _finish(job, fed, log):
       "Training": {
         "step": f"{told['step']} of {config.steps}, the best by predicted S",
         "command": shlex.join(sys.orig_argv),
+        "texts": f"{len(both.length):,}, of {both.length.sum():,} tokens",
+        "prompts": "; ".join([*about, overlap.told(prompts)]),
       },
       "Held-out texts": told["scalars"],
       "Config": recipe.plain(config),
       "Versions": runtime.versions(),
     },
+    prompts=prompts,
   )
   rows = summary.rows(
     config, job.folder, log.rows, told["step"], fed, job.costs

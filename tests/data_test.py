@@ -511,6 +511,24 @@ def test_wrong_rows(tmp_path, row, message):
   assert message in str(e.value)
 
 
+def test_given_prompts_alone(tmp_path):
+  """A prompt without an answer is a text, if that is what is asked for."""
+  tok = _model().tokenizer
+  rows = [{"prompt": "Who?"}, {"prompt": "Why?", "answer": "So."}]
+  path = _file(tmp_path, *rows)
+  with pytest.raises(UserError, match='line 1: needs "text", or "prompt" and'):
+    data.given(tok, path, as_chat=True, most=99)
+  how = dict(as_chat=True, most=99, prompts_alone=True)
+  found = data.given(tok, path, **how)
+  asked = prompts.encode(tok, [{"role": "user", "content": "Who?"}])
+  assert found.tokens[0, : found.length[0]].tolist() == asked
+  assert found.prompt_length.tolist()[0] == 1 < found.prompt_length[1]
+  assert np.isnan(found.temperature).all()
+  assert len(data.given(tok, path, limit=1, **how).length) == 1
+  with pytest.raises(UserError, match="line 1"):
+    data.given(tok, _file(tmp_path, {"question": "Who?"}), **how)
+
+
 def test_given_prompts_that_are_too_long(tmp_path):
   """They are counted as such, not as rows without an answer."""
   rows = [{"prompt": "a" * n, "answer": "bc"} for n in (3, 8, 9, 10, 30)]

@@ -25,6 +25,7 @@ from specjax import (
   feed,
   generate,
   metrics,
+  overlap,
   recipe,
   request,
   shards,
@@ -400,6 +401,9 @@ def test_tiny_train_raises_what_is_measured(tmp_path):
   untrained = load.part(target, layers=(0,))
   found = feed.collect(config, target, shards.QUIET)
   held = feed.split(config, found, print).held_out
+  hashes = overlap.of(target.tokenizer, found)
+  np.testing.assert_array_equal(overlap.read(tmp_path / "run/draft"), hashes)
+  assert overlap.told(hashes) in (tmp_path / "run/draft/README.md").read_text()
   before, after = (_measured(target, x, held) for x in (untrained, trained))
   gain = after.mean() - before.mean()
   noise = np.sqrt((before.var() + after.var()) / len(before))
