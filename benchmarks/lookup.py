@@ -87,12 +87,12 @@ def _compare(model, ids, max_new, draft, turns):
     "seconds": {name: row[1:] for name, row in spent.items()},
     "tokens_per_call": found.tokens_per_call,
     "alpha": found.alpha,
-    "repeated": share(answer, _grams(answer, twice=True)),
-    "copied": share(answer, _grams(ids)),
+    "repeated": share(answer, grams(answer, twice=True)),
+    "copied": share(answer, grams(ids)),
   }
 
 
-def _grams(ids, twice=False):
+def grams(ids, twice=False):
   """The 8-grams of a text, or those that it has more than once."""
   seen, again = set(), set()
   for i in range(len(ids) - _N + 1):

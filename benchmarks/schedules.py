@@ -1,24 +1,33 @@
-r"""Does stopping early pay? Adaptive lengths against each constant K.
+r"""Which draft and which length pay, by kind of prompt? Adaptive lengths too.
 
   python -m benchmarks.schedules --config=configs/smollm2.py --lengths=1,2,4,8 \
       --config.prompts.path=configs/prompts.jsonl --kinds=rewrite,chat
+  python -m benchmarks.schedules --config=configs/smollm2.py --limit=4 \
+      --drafts=ngram,0+29 --config.prompts.path=question.jsonl \
+      --temperatures=0,1
 
 A draft's tokens are worth drafting where it agrees with its target. So the
-prompts should be of easy and of hard kinds, and `config.draft` one draft for
-all of them. First turns, batch 1; plain decoding, each K and adaptive lengths
-up to the largest take turns; the tokens a second are over all answers of a
-kind. Run it on an otherwise idle machine.
+prompts should be of easy and of hard kinds. First turns, batch 1; plain
+decoding, each draft at each K and with adaptive lengths up to the largest take
+turns; the tokens a second are over all answers of a kind. "Repeated" is the
+share of plain answers inside an 8-gram that the answer has more than once. Run
+it on an otherwise idle machine.
 """
+
+import copy
+import functools
 
 import rich.console
 import rich.table
 from absl import flags
 
-from benchmarks import clock, lookup
+from benchmarks import clock, foretold, lookup
 from specjax import (
   cli,
+  compare,
   pair,
   play,
+  ranking,
   report,
   request,
   runtime,
@@ -29,6 +38,8 @@ from specjax import (
 from specjax.models import load
 
 _CONFIG = cli.define_config()
+_DRAFTS = flags.DEFINE_list("drafts", "", "As specjax.predict's; the config's.")
+_TEMPERATURES = flags.DEFINE_list("temperatures", "", "Else the config's.")
 _LENGTHS = flags.DEFINE_list("lengths", "1,2,4,8", "Constant K to compare.")
 _KINDS = flags.DEFINE_list("kinds", "", "Only prompts of these kinds.")
 _LIMIT = flags.DEFINE_integer("limit", 0, "Prompts of a kind, 0 for all.")
@@ -46,22 +57,42 @@ def _todo(config):
   return [p for kind in kinds for p in of(kind)[: _LIMIT.value or None]]
 
 
-def _variants(model, config, opened, todo, lengths, out):
-  """{name: `pair.Pair`, None for plain decoding}, and the `play.Sizes`."""
+def _configs(config):
+  """{(draft, temperature): the config that decodes so}."""
+  of = lambda T: foretold.asked(config, T)
+  many = _TEMPERATURES.value or [config.sampling.temperature]
+  if not _DRAFTS.value:
+    return {(config.draft.name, float(T)): of(float(T)) for T in many}
+  wanted = lambda T: compare.asked(of(T), _DRAFTS.value, _LENGTHS.value)
+  return {
+    (name, float(T)): c
+    for T in many
+    for name, c in wanted(float(T)).configs.items()
+  }
+
+
+def _variants(model, config, opened, todo, out):
+  """{schedule: `pair.Pair`} of a draft, and the `play.Sizes`."""
+  lengths = [int(K) for K in _LENGTHS.value]
+  config = copy.deepcopy(config)
+  with config.unlocked():
+    config.draft.num_tokens = max(lengths)
+    config.draft.schedule = "adaptive"
+  get = functools.partial(terminal.open_model, out, draft=True)
+  config = compare.named(config, get)
   sizes = play.sizes(opened, todo, config)
   found = terminal.open_draft(out, config, opened, sizes)
   found = pair.load(found, model, dtype=model.params["embed"].dtype)
   constant = lambda K: found._replace(opened=found.opened._replace(num_draft=K))
-  variants = {"plain": None} | {f"K = {K}": constant(K) for K in lengths}
-  with config.unlocked():
-    config.draft.schedule = "adaptive"
-  chosen = schedule.decide(model, constant(max(lengths)), config, sizes, todo)
+  chosen = schedule.decide(model, found, config, sizes, todo)
   terminal.note(out, chosen.opened.chosen)
-  return variants | {"adaptive": chosen}, sizes
+  return {f"K = {K}": constant(K) for K in lengths} | {
+    "adaptive": chosen
+  }, sizes
 
 
 def _measure(model, config, variants, sizes, todo, out):
-  """[{"kind", "variant", "tokens", "calls", "seconds"}], one a prompt each."""
+  """A dict a prompt and variant; variants: with None for plain decoding."""
   rows, V = [], model.target.vocab_size
   for number, prompt in terminal.track(out, "measuring")(list(enumerate(todo))):
     ask = request.make(
@@ -84,28 +115,41 @@ def _measure(model, config, variants, sizes, todo, out):
         plain = outputs["plain"].tokens
         spent[name].append(seconds)
     for name, output in outputs.items():
-      row = {"kind": prompt.kind, "variant": name}
+      row = {"id": prompt.id, "kind": prompt.kind, "variant": name}
       row |= {"tokens": int(output.length.sum())}
-      row |= {"calls": int(output.stats.steps)}
+      row |= {"calls": int(output.stats.steps), "repeated": _repeated(output)}
       rows.append(row | {"seconds": clock.median(spent[name][-_TURNS.value :])})
   return rows
 
 
-def _table(rows):
+def _repeated(output):
+  ids = output.tokens[0, : output.length[0]].tolist()
+  return lookup.share(ids, lookup.grams(ids, twice=True))
+
+
+def _table(title, rows):
   """Tokens a call and speed-up over plain decoding, by kind and variant."""
-  kinds = [*dict.fromkeys(row["kind"] for row in rows), "all"]
+  variants = [*dict.fromkeys(row["variant"] for row in rows)]
   result = rich.table.Table(
-    "", *(x for kind in kinds for x in (f"{kind}: a call", "S"))
+    *("prompts", "tokens", "repeated"),
+    *(x for name in variants[1:] for x in (f"{name}: a call", "S")),
+    title=title,
   )
-  for name in dict.fromkeys(row["variant"] for row in rows):
-    cells = []
-    for kind in kinds:
-      some = [r for r in rows if kind in (r["kind"], "all")]
-      of = lambda name, key: sum(r[key] for r in some if r["variant"] == name)  # noqa: B023
-      rate = lambda name: of(name, "tokens") / of(name, "seconds")  # noqa: B023
-      cells.append(f"{of(name, 'tokens') / of(name, 'calls'):.2f}")
-      cells.append(f"{rate(name) / rate('plain'):.3f}")
-    result.add_row(name, *cells)
+  for kind in [*dict.fromkeys(row["kind"] for row in rows), "all"]:
+    some = [row for row in rows if kind in (row["kind"], "all")]
+    own = {v: [r for r in some if r["variant"] == v] for v in variants}
+    total = {
+      v: {key: sum(r[key] for r in x) for key in ("tokens", "calls", "seconds")}
+      for v, x in own.items()
+    }
+    rate = {v: x["tokens"] / x["seconds"] for v, x in total.items()}
+    again = sum(r["repeated"] * r["tokens"] for r in own["plain"])
+    cells = [str(total["plain"]["tokens"])]
+    cells.append(f"{again / total['plain']['tokens']:.0%}")
+    for v in variants[1:]:
+      cells.append(f"{total[v]['tokens'] / total[v]['calls']:.2f}")
+      cells.append(f"{rate[v] / rate['plain']:.3f}")
+    result.add_row(kind, *cells)
   return result
 
 
@@ -113,15 +157,20 @@ def main(argv):
   del argv
   config, out = _CONFIG.value, terminal.console()
   settings.check(config)
-  lengths = [int(K) for K in _LENGTHS.value]
   dtype, todo = runtime.setup(config.dtype), _todo(config)
   opened = terminal.open_target(out, config)
   model = load.model(opened, dtype=dtype)
-  variants, sizes = _variants(model, config, opened, todo, lengths, out)
-  rows = _measure(model, config, variants, sizes, todo, out)
-  rich.console.Console(width=120).print(_table(rows))
+  found = []
+  for (name, T), c in _configs(config).items():
+    settings.check(c)
+    variants, sizes = _variants(model, c, opened, todo, out)
+    variants = {"plain": None, **variants}
+    rows = _measure(model, c, variants, sizes, todo, out)
+    title = f"{ranking.label({'draft': name, 'sampling': {}})}, T = {T:g}"
+    rich.console.Console(width=120).print(_table(title, rows))
+    found += [{"draft": name, "temperature": T, **row} for row in rows]
   if _JSON.value:
-    report.save(_JSON.value, {"rows": rows, "device": runtime.device()})
+    report.save(_JSON.value, {"rows": found, "device": runtime.device()})
 
 
 if __name__ == "__main__":

@@ -520,7 +520,8 @@ def test_given_prompts_alone(tmp_path):
     data.given(tok, path, as_chat=True, most=99)
   how = dict(as_chat=True, most=99, prompts_alone=True)
   found = data.given(tok, path, **how)
-  asked = prompts.encode(tok, [{"role": "user", "content": "Who?"}])
+  talk = [{"role": "user", "content": "Who?"}]
+  asked = prompts.encode(tok, talk, as_chat=True)
   assert found.tokens[0, : found.length[0]].tolist() == asked
   assert found.prompt_length.tolist()[0] == 1 < found.prompt_length[1]
   assert np.isnan(found.temperature).all()
