@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from specjax import cache as kv
-from specjax.models import matrix
+from specjax.models import attention, matrix
 from specjax.types import Target
 
 
@@ -147,7 +147,7 @@ class Layer(nn.Module):
       cache = own
     else:
       seen = cache = kv.write(cache, k, v, positions)
-    y = attend(q, seen, mask).reshape(B, T, -1)
+    y = attention.in_turns(attend, q, seen, mask).reshape(B, T, -1)
     x = x + linear(c.width, c.out_bias, name="out")(y)
 
     y = RMSNorm(c.norm_eps, name="mlp_norm")(x)
