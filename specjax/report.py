@@ -1,13 +1,8 @@
 """The report of a decoding run as one dict, and its JSON file.
 
-The JSON has these keys in every version of schema 1, null where the run did
-not measure them: exact, speedup, tokens_per_call, alpha,
-acceptance_by_position, predicted, autoregressive, speculative, costs, device,
-versions, config. A decoder's part has tokens_per_second and seconds (the
-decode loop alone), prefill_seconds, compile_seconds and outputs, one an
-answer: prompt_sha256 (of the prompt's token ids as little-endian int32, that
-is of what the model was given), token_ids, finish_reason, rounds and more; a
-speculative one also `accepted`, which of the tokens are the draft's.
+  python -m specjax.report sweeps/a
+
+gathers all reports and records of training below a folder (docs/records.md).
 
 exact and speedup compare the turns that both decoders ended. What is told of
 acceptance is `metrics.Acceptance` over all that speculation emitted.
@@ -16,6 +11,7 @@ acceptance is `metrics.Acceptance` over all that speculation emitted.
 import hashlib
 import json
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -73,8 +69,9 @@ def build(
       "load_seconds": seconds["load"],
     },
     "peak_memory_bytes": memory.peak(),
+    "command": sys.orig_argv,
     "device": runtime.device(),
-    "versions": runtime.versions(),
+    "versions": runtime.versions() | {"commit": runtime.commit()},
     "config": config.to_dict(),
   }
 
@@ -285,3 +282,14 @@ def _part(path):
   """A file of this process beside `path`, or beside what it links to."""
   real = Path(os.path.realpath(path))
   return real.with_name(f".{os.getpid()}.{real.name}")
+
+
+if __name__ == "__main__":
+  from absl import flags
+
+  from specjax import cli, publish
+
+  _FOLDER = flags.DEFINE_string("folder", "", "What to gather.")
+  if sys.argv[1:] and not sys.argv[1].startswith("-"):  # it needs no flag
+    sys.argv[1] = f"--folder={sys.argv[1]}"
+  cli.run(lambda argv: publish.publish(_FOLDER.value))

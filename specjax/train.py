@@ -15,6 +15,7 @@ import json
 import shlex
 import signal
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -26,6 +27,7 @@ from specjax import (
   feed,
   generate,
   recipe,
+  record,
   runtime,
   session,
   shards,
@@ -63,6 +65,7 @@ def run(config, folder):
 
 
 def _run(config, folder):
+  began = time.perf_counter()
   workdir.check(folder, config)
   out = terminal.console()
   dtype = runtime.setup(config.dtype)
@@ -96,7 +99,7 @@ def _run(config, folder):
     state = _state(job, draft.params, optimiser)
     del draft  # its parameters are the state's now
     at = int(state.step), int(state.micro)
-    trainlog.describe(folder, at[0])
+    start = trainlog.describe(folder, at[0], dtype)
     if at[0] or at[1]:
       terminal.note(out, f"going on from step {at[0]} of {config.steps}")
     log = enter(trainlog.opened(folder, at[0]))
@@ -105,11 +108,14 @@ def _run(config, folder):
       at = session.train(job, fed, state, at, log, asked)
       checkpoint.wait(saves)
     trainlog.picture(log, config.loss, config.steps)
+    told = job, log.rows, start, at, began
     if asked:
+      record.save(*told, interrupted=True)
       name, again = signal.Signals(asked[0]).name, shlex.join(sys.orig_argv)
       terminal.note(out, f"{name}: saved at step {at}; to go on, type: {again}")
       return 128 + asked[0]
     _finish(job, fed, log)
+    record.save(*told)
   return 0
 
 
