@@ -10,7 +10,7 @@ matplotlib.use("Agg")  # files, no window
 
 import matplotlib.pyplot as plt
 
-from specjax import naming
+from specjax import lenient, naming
 
 _PANELS = 6  # of a picture
 GREY = dict(color="0.6", linewidth=0.8, zorder=0)
@@ -18,8 +18,7 @@ GREY = dict(color="0.6", linewidth=0.8, zorder=0)
 
 def text(words, width=44):
   """Return text that matplotlib shows as it is, wrapped to three lines."""
-  shown = "".join(c if c.isprintable() else " " for c in str(words))
-  lines = textwrap.wrap(shown, width)
+  lines = textwrap.wrap(lenient.printable(str(words)), width)
   if len(lines) > 3:
     lines = [*lines[:2], f"{lines[2][: width - 4]} ..."]
   return "\n".join(lines).replace("$", r"\$") or "-"

@@ -16,6 +16,7 @@ SCHEMA = 1
 SWEEP, POINT, RESULT, LOG = "sweep.json", "point.json", "result.json", "log.txt"
 DONE, FAILED = "DONE", "FAILED"
 WORKDIR = "run"  # of a point that trains
+_RECORD = trainlog.RECORD
 # of a record that is taken for one; an empty one is null in a decode report
 _SHAPES = {
   "decode": {
@@ -66,10 +67,11 @@ def gather(folder, track=iter):
   for kind, path in track(_sources(folder, skipped)):
     name = os.path.relpath(path, folder)
     name = folder.resolve().name if name == "." else name
+    file = {"point": f"{name}/{POINT}", "training": f"{name}/{_RECORD}"}
     try:
       runs += _READERS[kind](path, name, skipped)
     except lenient.Unreadable as e:
-      skipped.append((name, str(e)))
+      skipped.append((file.get(kind, name), str(e)))
   if not runs:
     raise UserError(_nothing(folder, skipped))
   return Found(folder, runs, skipped)
@@ -81,8 +83,8 @@ def _check(folder):
   if folder.exists():
     raise UserError(f"{folder} is a file; name the folder that holds it")
   above = folder.parent
-  beside = [p.name for p in above.iterdir() if p.is_dir()] * above.is_dir()
-  best = cli.nearest(folder.name, beside)
+  some = above.iterdir() if above.is_dir() else ()
+  best = cli.nearest(folder.name, [p.name for p in some if p.is_dir()])
   hint = f"; did you mean {above / best}?" if best else ""
   raise UserError(f"there is no folder {folder}{hint}")
 
@@ -126,7 +128,7 @@ def _sources(folder, skipped):
 def _kind_of_folder(files):
   kinds = (
     (POINT, "point"),
-    (trainlog.RECORD, "training"),
+    (_RECORD, "training"),
     (trainlog.RUNS, "unended"),
   )
   return next((kind for name, kind in kinds if name in files), None)
@@ -180,12 +182,12 @@ def _how_far(found):
 
 
 def _of_training(path, name, skipped):
-  return _of_record(path / trainlog.RECORD, name, skipped)
+  return _of_record(path / _RECORD, name, skipped)
 
 
 def _of_unended(path, name, skipped):
   raise lenient.Unreadable(
-    f"a training run without {trainlog.RECORD}: it is at work, or was killed"
+    f"a training run without {_RECORD}: it is at work, or was killed"
   )
 
 
@@ -209,8 +211,8 @@ def _of_point(path, name, skipped):
   own = asked.get("overrides")
   status, reason = _status(path)
   record, result = {}, path / RESULT
-  if kind == "training" and (path / WORKDIR / trainlog.RECORD).exists():
-    result = path / WORKDIR / trainlog.RECORD
+  if kind == "training" and (path / WORKDIR / _RECORD).exists():
+    result = path / WORKDIR / _RECORD
   if result.exists() or status == "done":
     try:
       kind, record = _record(result)

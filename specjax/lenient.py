@@ -54,6 +54,11 @@ def texts(value):
   return tuple(map(str, value)) if isinstance(value, list) else ()
 
 
+def printable(text):
+  """Text without what a terminal or a picture would obey."""
+  return "".join(c if c.isprintable() else " " for c in text)
+
+
 def at(found, path):
   """The value at "a.b" of nested dicts, None if there is none."""
   for key in path.split("."):

@@ -6,7 +6,7 @@ Works on rows of `rows.flat` and on records that nobody has checked.
 import json
 
 from specjax import ranking
-from specjax.lenient import config_of, number
+from specjax.lenient import config_of, number, printable
 
 # keys that are told otherwise than as a run's setting
 _PLACE = {"target", "dtype"}
@@ -102,7 +102,8 @@ def labels(records):
     # every export of the trainer is called draft
     least = 2 if parts[-1:] == ["draft"] else 1
     for n in range(least, len(parts) + 2):
-      label = " ".join(filter(None, [_base(name, parts, n, layers), *more]))
+      words = [_base(name, parts, n, layers), *more]
+      label = printable(" ".join(filter(None, words)))
       if label not in short.values():
         break
     short[key] = label if label not in short.values() else f"{label} {weights}"

@@ -92,7 +92,7 @@ def summary(runs):
 
 def _breakable(text):
   """A long name that may be broken behind its commas and slashes."""
-  parts = re.split(r"(?<=[,/])", text)
+  parts = re.split(r"(?<=[,/])(?=\S)", text)
   return markupsafe.Markup("<wbr>").join(parts)
 
 

@@ -10,7 +10,7 @@ import rich.table
 
 from specjax import figures, gather, naming, page, report, rows, terminal
 from specjax.errors import UserError
-from specjax.lenient import number
+from specjax.lenient import number, printable
 
 CSV, HTML, FIGURES = "report.csv", "report.html", "figures"
 _SHOWN = 20  # rows of the table on the terminal
@@ -35,7 +35,7 @@ def publish(folder):
   report.write(found.folder / CSV, _encoded(as_csv(columns, table)))
   report.write(found.folder / HTML, _encoded(html))
   for name, why in found.skipped:
-    terminal.note(out, f"skipped {name}: {why}")
+    terminal.note(out, f"skipped {printable(name)}: {why}")
   show(table)
   print(page.summary(found.runs))
   names = [f"{FIGURES}/{figure.name}.png" for figure in drawn]

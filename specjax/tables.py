@@ -22,6 +22,7 @@ def best(rows, places):
   if not best:
     return None
   own = [row for row, _ in best]
+  of = {id(row): str(n) for row, n in best}
   settings = naming.settings(own, ("sampling.temperature",))
   return _table(
     own,
@@ -30,13 +31,13 @@ def best(rows, places):
       "draft": _shown("draft"),
       "T": _shown("temperature", "g"),
       "K": _shown("K"),
-      "verifier": _shown("verifier"),
+      "verifier": _shown("verifier", kind=""),
       "setting": _given(own, settings),
       "S": _speedup,
       "predicted": _predicted,
       "tokens a call": _shown("tokens_per_call", ".2f"),
       "alpha": _shown("alpha", ".2f"),
-      "best of": _given(own, [str(n) for _, n in best]),
+      "best of": lambda row: Cell(of[id(row)], "number"),
       "run": _shown("run", kind="name"),
     },
   )
