@@ -20,8 +20,10 @@ _SHORT = {"sampling.temperature": "T", "batch_size": "batch"}
 
 def place(row):
   """What must be the same for two speeds to be compared."""
+  several = number(row["devices"]) is not None and row["devices"] > 1
+  devices = f"{row['devices']} devices" if several else ""
   cores = f"{row['cores']} cores" if row["cores"] else ""
-  words = row["model"], row["dtype"], row["device"], cores
+  words = row["model"], row["dtype"], row["device"], devices, cores
   return ", ".join(str(word) for word in words if word)
 
 

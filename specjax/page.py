@@ -180,7 +180,7 @@ def _machines(rows, places):
 
 def _commands(rows):
   own = [(row["run"], row["command"]) for row in rows if row["command"]]
-  note = "The exact command of each run."
+  note = "A sweep adds --json or --workdir, to where a point has its folder."
   return own and Part("Commands", [note], pairs=own)
 
 

@@ -21,7 +21,7 @@ def save(job, rows, start, at, began, *, interrupted=False):
 
   Args:
     job: its `session.Job`; rows: of metrics.jsonl.
-    start: what `trainlog.describe` returned; at: the step that is saved.
+    start: of `trainlog.start`; at: the step that is saved.
     began: `time.perf_counter` of its begin.
     interrupted: whether steps are left, and no draft was exported.
   """

@@ -2,10 +2,8 @@
 
   python -m specjax.report sweeps/a
 
-gathers all reports and records of training below a folder (docs/records.md).
-
-exact and speedup compare the turns that both decoders ended. What is told of
-acceptance is `metrics.Acceptance` over all that speculation emitted.
+gathers all reports and records of training below a folder. docs/records.md has
+every key; what is told of acceptance is `metrics.Acceptance`.
 """
 
 import hashlib
@@ -120,9 +118,8 @@ def _compared(pairs, config):
   if config.sampling.temperature == 0 or config.verifier == "coupled":
     found |= _agreement(pairs)
     exact = found["first_difference"] is None
-  rates = [
-    t["tokens"] / t["seconds"] if t["tokens"] else 0 for t in totals.values()
-  ]
+  rate = lambda t: t["tokens"] / t["seconds"] if t["tokens"] else 0
+  rates = [*map(rate, totals.values())]
   speedup = rates[1] / rates[0] if all(rates) else None
   return dict(exact=exact, speedup=speedup, compared=found)
 
@@ -143,9 +140,8 @@ def _agreement(pairs):
       same = len(os.path.commonprefix([a.token_ids, b.token_ids]))
       equal += same
       if a.token_ids != b.token_ids:
-        differences.append(
-          (a.turn.index, a.turn.number, a.turn.prompt.id, same)
-        )
+        where = a.turn.index, a.turn.number, a.turn.prompt.id
+        differences.append((*where, same))
   first = None
   if differences:
     _, turn, name, token = min(differences)

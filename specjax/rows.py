@@ -54,7 +54,7 @@ _VERSIONS = ("specjax", "jax", "python", "commit")
 _FIRST = ("run", "kind", "status", "reason", "config_file")
 _ALL = (
   *("model", "draft", "K", "verifier", "temperature", "batch", "seed", "dtype"),
-  *("device", "cores", "speedup", "predicted_speedup"),
+  *("device", "devices", "cores", "speedup", "predicted_speedup"),
   *("predicted_speedup_low", "predicted_speedup_high", "exact"),
   *("tokens_per_call", "predicted_tokens_per_call", "predicted_best_k"),
   *("alpha", "accepted_by_position", "alpha_by_position"),
@@ -117,6 +117,7 @@ def _row(run, config, draft):
     "model": table.short_name(str(config.get("target") or "")),
     "draft": draft,
     "device": at(record, "device.name"),
+    "devices": at(record, "device.count"),
     "cores": at(record, "device.cores"),
     "peak_memory_bytes": at(record, "peak_memory_bytes"),
   }

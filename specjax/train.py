@@ -99,7 +99,8 @@ def _run(config, folder):
     state = _state(job, draft.params, optimiser)
     del draft  # its parameters are the state's now
     at = int(state.step), int(state.micro)
-    start = trainlog.describe(folder, at[0], dtype)
+    start = trainlog.start(at[0], dtype)
+    trainlog.describe(folder, start)
     if at[0] or at[1]:
       terminal.note(out, f"going on from step {at[0]} of {config.steps}")
     log = enter(trainlog.opened(folder, at[0]))

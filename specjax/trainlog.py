@@ -76,9 +76,9 @@ def begin(folder, config):
   write(Path(folder) / CONFIG, json.dumps(config, indent=2) + "\n")
 
 
-def describe(folder, step, dtype):
-  """Write down that a run starts now, at a step; return what was written."""
-  line = {
+def start(step, dtype):
+  """Return what there is to say of a run that starts now, at a step."""
+  return {
     "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     "step": step,
     "command": sys.orig_argv,
@@ -87,9 +87,12 @@ def describe(folder, step, dtype):
     "versions": runtime.versions() | {"commit": runtime.commit()},
     "device": runtime.device(),
   }
+
+
+def describe(folder, line):
+  """Write down that a run starts; `line` is of `start`."""
   with written(folder), (Path(folder) / RUNS).open("a") as file:
     file.write(json.dumps(line) + "\n")
-  return line
 
 
 def write(path, data):

@@ -15,7 +15,7 @@ from specjax import figures, gather, heat, lenient, naming, publish, rows
 from specjax.errors import UserError
 
 CPU = {"platform": "cpu", "name": "a CPU", "cores": 2}
-GPU = {"platform": "gpu", "name": "a GPU", "cores": 8}
+GPU = {"platform": "gpu", "name": "a GPU", "cores": 8, "count": 4}
 VERSIONS = {"specjax": "0.1.0", "jax": "0.10.2", "python": "3.11.7"}
 VERSIONS |= {"commit": "abc1234"}
 
@@ -379,8 +379,8 @@ def test_runs_of_two_devices_are_never_in_one_picture(tmp_path):
   html, _ = _published(tmp_path)
   assert re.findall(r'alt="Speed-up against K by draft: (.*)" width', html) == [
     "random weights, float32, a CPU, 2 cores",
-    "random weights, float32, a GPU, 8 cores",
-    "random weights, bfloat16, a GPU, 8 cores",
+    "random weights, float32, a GPU, 4 devices, 8 cores",
+    "random weights, bfloat16, a GPU, 4 devices, 8 cores",
     "other.gguf, float32, a CPU, 2 cores",
   ]
   assert "These runs are of 4 kinds of model, dtype and device" in html
