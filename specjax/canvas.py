@@ -82,8 +82,6 @@ def named(items, key):
 def legend(figure, handles):
   """Put {label: handle} below all panels."""
   names = [text(label) for label in handles]
-  # a label that begins with an underscore would be left out
-  names = [f" {name}" if name.startswith("_") else name for name in names]
   longest = max(len(line) for name in names for line in name.split("\n"))
   fit = int(figure.get_figwidth() * 11) // (longest + 7)
   style = dict(loc="outside lower center", fontsize="small", frameon=False)

@@ -120,7 +120,8 @@ def _sources(folder, skipped):
     folders.sort(
       key=lambda name: (order.get(name, len(order)), lenient.natural(name))
     )
-    names = sorted({n for n in files if n.endswith(".json")} - {SWEEP})
+    names = {name for name in files if name.endswith(".json")} - {SWEEP}
+    names = sorted(names, key=lenient.natural)
     found += [("file", where / name) for name in names]
   return found
 

@@ -3,6 +3,7 @@
 import copy
 import csv
 import json
+import math
 import re
 import subprocess
 import sys
@@ -134,7 +135,7 @@ def _write(path, found):
 def _sweep(folder):
   """K x T x batch of decode.py, and 2 losses x 2 seeds of train_draft.py."""
   names = []
-  for K in (1, 2, 10):
+  for K in (1, 10, 2):
     for T in (0.0, 0.7):
       for batch in (1, 4):
         names.append(f"K={K},T={T},batch={batch}")
@@ -193,10 +194,10 @@ def test_a_row_a_run_with_the_overrides_as_columns(whole):
   }
   found = _csv(whole)
   assert len(found) == 12 + 4 + 1
-  # K = 10 behind K = 2, as the sweep has them; what it did not name is last
+  # K = 10 before K = 2, as the sweep has them; what it did not name is last
   names = [row["run"] for row in found]
   assert names[:2] == ["a/K=1,T=0.0,batch=1", "a/K=1,T=0.0,batch=4"]
-  assert names.index("a/K=10,T=0.7,batch=4") == 11 and names[12] == "a/K=99"
+  assert names.index("a/K=10,T=0.7,batch=4") == 7 and names[12] == "a/K=99"
   row = found[names.index("a/K=2,T=0.7,batch=4")]
   expected = dict(
     kind="decode", status="done", draft="ngram", K="2", temperature="0.7"
@@ -327,6 +328,7 @@ def test_no_value_is_trusted(tmp_path, make, amiss):
   for row in table:
     assert row.keys() == {*columns}
     assert all(isinstance(x, str | int | float) for x in row.values())
+    assert all(math.isfinite(x) for x in row.values() if isinstance(x, float))
 
 
 def test_a_page_of_values_that_are_amiss(tmp_path):
@@ -345,11 +347,11 @@ def test_a_page_of_values_that_are_amiss(tmp_path):
   _published(tmp_path)
 
 
-EVIL = "<script>alert(1)</script>&\"'$x_{1}$ $\\frac{ {{ 7 * 7 }} _" + "w" * 80
+EVIL = "<script>alert(1)</script>&\"'$\\frac{$ {{ 7 * 7 }} _" + "w" * 80
 
 
 def test_hostile_names_are_text(tmp_path):
-  """In HTML, in matplotlib's formulas, in legends that skip underscores."""
+  """In HTML, in matplotlib's formulas, on a terminal."""
   config = dict(config__draft__name="lm")
   for K, name in enumerate([EVIL, "_hidden", "日本", "a\nb\x1b"], 1):
     own = decode(K, config__draft__weights=f"{name}/draft", **config)
@@ -366,6 +368,7 @@ def test_hostile_names_are_text(tmp_path):
   )
   drafts = {row["draft"] for row in found.values() if row["draft"]}
   assert len(drafts) == 4 and "_hidden/draft" in drafts
+  assert all(draft.isprintable() for draft in drafts)
   assert found["fails"]["config.a</td><b>"] == EVIL
 
 
@@ -468,6 +471,7 @@ def test_a_training_folder_alone(tmp_path):
 @pytest.mark.parametrize(
   "make, why",
   [
+    (lambda x: "", "no folder: type python -m specjax.report FOLDER"),
     (lambda x: x, "no run below"),
     (lambda x: x / "fodler", "there is no folder"),
     (lambda x: x / "a" / "b", "there is no folder"),
@@ -505,13 +509,15 @@ def test_the_command_says_one_line(tmp_path):
 def test_cells_and_the_line_between_them():
   """The mean of a cell's runs; a border only between 1 and less than 1."""
   runs = [(1, 1, 1.5), (1, 2, 0.5), (4, 1, 0.75), (4, 1, 1.05), (8, 2, 2.0)]
+  runs += [(8, 1, 0.8)]
   runs = [dict(batch=b, K=k, speedup=S) for b, k, S in runs]
   batches, lengths, S = heat.table(runs)
   assert (batches, lengths) == ([1, 4, 8], [1, 2])
-  np.testing.assert_allclose(S, [[1.5, 0.5], [0.9, np.nan], [np.nan, 2.0]])
+  np.testing.assert_allclose(S, [[1.5, 0.5], [0.9, np.nan], [0.8, 2.0]])
   assert heat.edges(S) == [
     ((0.5, 0.5), (-0.5, 0.5)),  # batch 1: between K = 1 and 2
     ((-0.5, 0.5), (0.5, 0.5)),  # K = 1: between batch 1 and 4
+    ((0.5, 0.5), (1.5, 2.5)),  # batch 8: between K = 1 and 2
   ]
 
 
@@ -556,6 +562,13 @@ def test_a_setting_is_what_runs_differ_in():
     "forward_kl to 0.33, then total_variation",
   ]
   assert naming.settings(table[:1]) == [""]
+
+
+def test_numbers_in_names_are_in_order(tmp_path):
+  for K in (10, 9):
+    _write(tmp_path / f"K={K}.json", decode(K))
+  names = [run.name for run in gather.gather(tmp_path).runs]
+  assert names == ["K=9.json", "K=10.json"]
 
 
 def test_a_log_is_what_a_terminal_would_show(tmp_path):
