@@ -1,12 +1,17 @@
-"""The picture of a training run. Matplotlib is imported here alone."""
+"""The picture of a training run, and of several."""
 
 import io
+import itertools
 
 import matplotlib
 
 matplotlib.use("Agg")  # files, no window
 
 import matplotlib.pyplot as plt
+from matplotlib.ticker import MaxNLocator
+
+from specjax import canvas
+from specjax.lenient import at, number, numbers
 
 
 def training(rows, schedule, steps):
@@ -80,3 +85,62 @@ def _phases(axes, schedule, steps):
       fontsize=7,
       color="0.45",
     )
+
+
+def runs(groups, records):
+  """Yield (figure, caption): loss, alpha, KL and S by step, a line a run.
+
+  Args:
+    groups: [(name, rows of `rows.flat`)], each with a colour of its own.
+    records: {run: its record}.
+  """
+  figure, axes = plt.subplots(2, 2, figsize=(10, 7), layout="constrained")
+  cycle = itertools.cycle(plt.get_cmap("tab10").colors)
+  handles = {}
+  for (name, group), colour in zip(groups, cycle, strict=False):
+    for row in group:
+      _run(axes.flat, records[row["run"]], colour)
+    handles[name or "all runs"] = plt.Line2D([], [], color=colour)
+  style = dict(color="0.4", marker="o", ms=4, ls="--")
+  handles["held out"] = plt.Line2D([], [], **style)
+  titles = (
+    "Loss a token, each its own",
+    "alpha = sum min(p, q)",
+    "KL(p || q), held out",
+    "Predicted S, best k, block, held out",
+  )
+  for one, title in zip(axes.flat, titles, strict=True):
+    one.set_title(title, fontsize=10)
+    one.set_xlabel("step")
+    one.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+  axes[0, 1].set_ylim(0, 1)
+  axes[1, 1].axhline(1, **canvas.GREY)
+  canvas.legend(figure, handles)
+  yield (
+    figure,
+    "A line a run; runs that differ in their seed alone have one colour."
+    " Losses of different names are not on one scale; what is held out is.",
+  )
+
+
+def _run(axes, record, colour):
+  """Draw a record into the four panels."""
+  loss, alpha, held, worth = axes
+  steps = numbers(at(record, "curve.step"))
+  for one, name in ((loss, "loss"), (alpha, "alpha")):
+    pairs = zip(steps, numbers(at(record, f"curve.{name}")), strict=False)
+    one.plot(*_columns(pairs), color=colour, lw=1.3)
+  told = [x for x in record["evaluations"] if isinstance(x, dict)]
+  for one, path in (
+    *((alpha, "alpha"), (held, "forward_kl")),
+    (worth, "block.speedup"),
+  ):
+    pairs = ((number(at(x, "step")), number(at(x, path))) for x in told)
+    pairs = (pair for pair in pairs if None not in pair)
+    one.plot(*_columns(pairs), "o--", color=colour, ms=4, lw=1)
+
+
+def _columns(pairs):
+  """The two columns, also of nothing."""
+  some = list(pairs)
+  return [x for x, _ in some], [y for _, y in some]

@@ -1,21 +1,15 @@
 """The report of a decoding run as one dict, and its JSON file.
 
-The JSON has these keys in every version of schema 1, null where the run did
-not measure them: exact, speedup, tokens_per_call, alpha,
-acceptance_by_position, predicted, autoregressive, speculative, costs, device,
-versions, config. A decoder's part has tokens_per_second and seconds (the
-decode loop alone), prefill_seconds, compile_seconds and outputs, one an
-answer: prompt_sha256 (of the prompt's token ids as little-endian int32, that
-is of what the model was given), token_ids, finish_reason, rounds and more; a
-speculative one also `accepted`, which of the tokens are the draft's.
+  python -m specjax.report sweeps/a
 
-exact and speedup compare the turns that both decoders ended. What is told of
-acceptance is `metrics.Acceptance` over all that speculation emitted.
+gathers all reports and records of training below a folder. docs/records.md has
+every key; what is told of acceptance is `metrics.Acceptance`.
 """
 
 import hashlib
 import json
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -73,8 +67,9 @@ def build(
       "load_seconds": seconds["load"],
     },
     "peak_memory_bytes": memory.peak(),
+    "command": sys.orig_argv,
     "device": runtime.device(),
-    "versions": runtime.versions(),
+    "versions": runtime.versions() | {"commit": runtime.commit()},
     "config": config.to_dict(),
   }
 
@@ -123,9 +118,8 @@ def _compared(pairs, config):
   if config.sampling.temperature == 0 or config.verifier == "coupled":
     found |= _agreement(pairs)
     exact = found["first_difference"] is None
-  rates = [
-    t["tokens"] / t["seconds"] if t["tokens"] else 0 for t in totals.values()
-  ]
+  rate = lambda t: t["tokens"] / t["seconds"] if t["tokens"] else 0
+  rates = [*map(rate, totals.values())]
   speedup = rates[1] / rates[0] if all(rates) else None
   return dict(exact=exact, speedup=speedup, compared=found)
 
@@ -146,9 +140,8 @@ def _agreement(pairs):
       same = len(os.path.commonprefix([a.token_ids, b.token_ids]))
       equal += same
       if a.token_ids != b.token_ids:
-        differences.append(
-          (a.turn.index, a.turn.number, a.turn.prompt.id, same)
-        )
+        where = a.turn.index, a.turn.number, a.turn.prompt.id
+        differences.append((*where, same))
   first = None
   if differences:
     _, turn, name, token = min(differences)
@@ -285,3 +278,14 @@ def _part(path):
   """A file of this process beside `path`, or beside what it links to."""
   real = Path(os.path.realpath(path))
   return real.with_name(f".{os.getpid()}.{real.name}")
+
+
+if __name__ == "__main__":
+  from absl import flags
+
+  from specjax import cli, publish
+
+  _FOLDER = flags.DEFINE_string("folder", "", "What to gather.")
+  if sys.argv[1:] and not sys.argv[1].startswith("-"):  # it needs no flag
+    sys.argv[1] = f"--folder={sys.argv[1]}"
+  cli.run(lambda argv: publish.publish(_FOLDER.value))

@@ -111,3 +111,16 @@ def versions():
     "python": platform.python_version(),
     **{name: metadata.version(name) for name in _PACKAGES},
   }
+
+
+def commit():
+  """Of the checkout that runs, "+" if it is changed; None outside of one."""
+  git = ["git", "-C", str(Path(__file__).parent)]
+  try:
+    ask = lambda *what: subprocess.run(
+      [*git, *what], capture_output=True, text=True, timeout=10, check=True
+    ).stdout.strip()
+    changed = "+" if ask("status", "--porcelain", "-uno") else ""
+    return ask("rev-parse", "--short", "HEAD") + changed
+  except (OSError, subprocess.SubprocessError):
+    return None

@@ -142,6 +142,7 @@ def _read(job, pending, lag, clock):
       numbers = dict(
         loss=float(told.loss),
         alpha=float(told.alpha),
+        tokens=int(told.tokens),
         gradient_norm=float(told.norm),
         learning_rate=float(told.rate),
       )

@@ -15,6 +15,7 @@ import json
 import shlex
 import signal
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -27,6 +28,7 @@ from specjax import (
   generate,
   overlap,
   recipe,
+  record,
   runtime,
   session,
   shards,
@@ -65,6 +67,7 @@ def run(config, folder):
 
 
 def _run(config, folder):
+  began = time.perf_counter()
   workdir.check(folder, config)
   out = terminal.console()
   dtype = runtime.setup(config.dtype)
@@ -98,7 +101,8 @@ def _run(config, folder):
     state = _state(job, draft.params, optimiser)
     del draft  # its parameters are the state's now
     at = int(state.step), int(state.micro)
-    trainlog.describe(folder, at[0])
+    start = trainlog.start(at[0], dtype)
+    trainlog.describe(folder, start)
     if at[0] or at[1]:
       terminal.note(out, f"going on from step {at[0]} of {config.steps}")
     log = enter(trainlog.opened(folder, at[0]))
@@ -107,11 +111,14 @@ def _run(config, folder):
       at = session.train(job, fed, state, at, log, asked)
       checkpoint.wait(saves)
     trainlog.picture(log, config.loss, config.steps)
+    told = job, log.rows, start, at, began
     if asked:
+      record.save(*told, interrupted=True)
       name, again = signal.Signals(asked[0]).name, shlex.join(sys.orig_argv)
       terminal.note(out, f"{name}: saved at step {at}; to go on, type: {again}")
       return 128 + asked[0]
     _finish(job, fed, log)
+    record.save(*told)
   return 0
 
 

@@ -2,6 +2,7 @@
 
 config.json    the config, resolved
 runs.jsonl     a line a start: command, versions, device, first step
+record.json    all of it for `python -m specjax.report`, when the run ends
 metrics.jsonl  a line a logged step; no step is there twice
 events.*       the same for TensorBoard, made anew from it at each start
 curves.png     the same as a picture
@@ -10,7 +11,6 @@ curves.png     the same as a picture
 import contextlib
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,6 +22,7 @@ from specjax import runtime, terminal
 from specjax.errors import UserError
 
 CONFIG, RUNS, METRICS = "config.json", "runs.jsonl", "metrics.jsonl"
+RECORD = "record.json"  # of the whole run, when it ends: record.py
 LOCK = "lock"  # may be all there is, where a run has only begun
 
 
@@ -75,16 +76,21 @@ def begin(folder, config):
   write(Path(folder) / CONFIG, json.dumps(config, indent=2) + "\n")
 
 
-def describe(folder, step):
-  """Write down that a run starts now, at a step."""
-  line = {
+def start(step, dtype):
+  """Return what there is to say of a run that starts now, at a step."""
+  return {
     "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     "step": step,
     "command": sys.orig_argv,
     "folder": os.getcwd(),
-    "versions": runtime.versions() | {"commit": _commit()},
+    "dtype": str(dtype),
+    "versions": runtime.versions() | {"commit": runtime.commit()},
     "device": runtime.device(),
   }
+
+
+def describe(folder, line):
+  """Write down that a run starts; `line` is of `start`."""
   with written(folder), (Path(folder) / RUNS).open("a") as file:
     file.write(json.dumps(line) + "\n")
 
@@ -102,19 +108,6 @@ def _replace(path, data):
     file.flush()
     os.fsync(file.fileno())
   os.replace(part, path)
-
-
-def _commit():
-  """Of the checkout that runs, "+" if it is changed; None outside of one."""
-  git = ["git", "-C", str(Path(__file__).parent)]
-  try:
-    ask = lambda *what: subprocess.run(
-      [*git, *what], capture_output=True, text=True, timeout=10, check=True
-    ).stdout.strip()
-    changed = "+" if ask("status", "--porcelain", "-uno") else ""
-    return ask("rev-parse", "--short", "HEAD") + changed
-  except (OSError, subprocess.SubprocessError):
-    return None
 
 
 @contextlib.contextmanager

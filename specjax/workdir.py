@@ -113,7 +113,8 @@ def begin(folder, config):
       for name in (BEST, feed.DRAFTED):
         if (folder / name).exists():
           shutil.rmtree(folder / name)
-      (folder / COSTS).unlink(missing_ok=True)
+      for name in (COSTS, trainlog.RECORD):
+        (folder / name).unlink(missing_ok=True)
   trainlog.begin(folder, recipe.plain(config))
 
 

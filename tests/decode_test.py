@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import documented
 import pytest
 import rich.console
 from pair_test import write_model
@@ -165,6 +166,8 @@ def test_both_decoders(cache, prompts, tmp_path, draft):
   rates = [part["tokens_per_second"] for part in (other, plain)]
   assert result["speedup"] == pytest.approx(rates[0] / rates[1])
   assert 0 < result["alpha"] <= 1.0001
+  documented.check("Decoding", result)
+  assert result["command"][-1] == f"--json={path}"
 
 
 def test_a_draft_with_weights_of_its_own(cache, tmp_path):

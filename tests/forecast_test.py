@@ -3,12 +3,13 @@
 import copy
 import functools
 
+import documented
 import numpy as np
 import play_test
 import pytest
 from play_test import TEXTS, _config, _draft, _model, _play, _todo
 
-from specjax import forecast, metrics, play, predict
+from specjax import forecast, metrics, play, predict, report, settings
 
 same = lambda items: items
 
@@ -59,6 +60,12 @@ def test_at_temperature_0_it_is_what_happened(draft, batch_size):
   if batch_size == 1:  # tokens over time, as the run's own speed-up
     want = got.tokens.mean[K] * plain / speculative
     assert found.speedups.mean[K] == pytest.approx(want)
+  opened = _draft(config).opened
+  shape = opened, np.dtype("float32"), sizes, batches
+  took = {"load": 0.0, "compile": dict.fromkeys(settings.DECODERS, 0.0)}
+  told = report.build(config, _model(), *shape, took, False, found)
+  assert told["predicted"] and told["costs"]
+  documented.check("Decoding", told)
 
 
 def test_the_temperatures_of_a_head_are_swept():

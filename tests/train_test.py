@@ -5,14 +5,17 @@ The pair is tiny and random. Runs are real: `train.run` in this process, and
 """
 
 import json
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
+import documented
 import jax
 import numpy as np
 import pytest
@@ -27,6 +30,7 @@ from specjax import (
   metrics,
   overlap,
   recipe,
+  record,
   request,
   shards,
   terminal,
@@ -186,6 +190,10 @@ def test_a_stop_changes_nothing(
   monkeypatch.undo()
   monkeypatch.chdir(ROOT)
   assert checkpoint.numbers(folder / train.SAVES)[-1] == number + 1
+  found = json.loads((folder / trainlog.RECORD).read_text())
+  documented.check("Training", found)
+  assert found["interrupted"] is True and found["draft"] is None
+  assert (found["steps"], found["steps_planned"]) == ((number + 1) // 2, 6)
   told = " ".join(capfd.readouterr().err.split())
   assert f"SIGTERM: saved at step {(number + 1) // 2}; to go on, type:" in told
   assert sys.orig_argv[-1] in told
@@ -194,6 +202,11 @@ def test_a_stop_changes_nothing(
   assert train.run(small(), folder) == 0
   assert "going on from step" in capfd.readouterr().err
   _assert_same_run(folder, whole)
+  ended = json.loads((folder / trainlog.RECORD).read_text())
+  assert (ended["interrupted"], ended["first_step"]) == (False, found["steps"])
+  same = "loss", "tokens", "curve", "evaluations", "best_step", "config"
+  want = json.loads((whole / trainlog.RECORD).read_text())
+  assert {key: ended[key] for key in same} == {key: want[key] for key in same}
 
 
 HEAD = {
@@ -279,9 +292,12 @@ def test_a_second_signal_stops_at_once(small, whole, tmp_path, monkeypatch):
 def test_a_finished_run_stays_finished(small, whole, capfd):
   """Typing the command again adds nothing and shows the table (B18)."""
   before, rows = _state(whole), _rows(whole)
+  told = (whole / trainlog.RECORD).read_bytes()
   assert train.run(small(), whole) == 0
   assert "predicted" in capfd.readouterr().err
   assert _rows(whole) == rows
+  # how long it took, not how long it took to see that nothing is left
+  assert (whole / trainlog.RECORD).read_bytes() == told
   for name, x in _state(whole).items():
     np.testing.assert_array_equal(x, before[name])
 
@@ -302,6 +318,55 @@ def test_what_is_beside_a_run(whole):
     assert {t: x for t, x in tags.items() if t in row} == pytest.approx(
       {t: x for t, x in row.items() if t != "step"}, rel=1e-6
     )
+
+
+def test_the_record_of_a_run(whole):
+  """Its keys are the documented ones, its numbers those of the log."""
+  found = json.loads((whole / trainlog.RECORD).read_text())
+  documented.check("Training", found)
+  rows = trainlog.read(whole)
+  steps = [row for row in rows if "loss" in row]
+  assert found["curve"] == {
+    key: [row[key] for row in steps] for key in ("step", "loss", "alpha")
+  }
+  assert found["tokens"] == sum(row["tokens"] for row in steps) > 0
+  assert found["loss"] == steps[-1]["loss"] and found["dtype"] == "float32"
+  assert (found["steps"], found["interrupted"]) == (6, False)
+  assert found["config"] == json.loads((whole / "config.json").read_text())
+  assert (whole / found["draft"] / "config.json").exists()
+  judged = {row["step"]: row for row in rows if "mix/S_block" in row}
+  assert [x["step"] for x in found["evaluations"]] == [*judged]
+  assert found["best_step"] == _check_best(whole)
+  for told in found["evaluations"]:
+    row, K = judged[told["step"]], found["config"]["draft.num_tokens"]
+    assert (
+      told["alpha"] == row["mix/alpha"] and len(told["alpha_by_depth"]) == K
+    )
+    for rule in ("block", "token"):
+      own = told[rule]
+      assert own["survival"] == [
+        1.0,
+        *(row[f"mix/A_{j}_{rule}"] for j in range(1, K + 1)),
+      ]
+      assert own["tokens_per_call"] == row[f"mix/E_N_{rule}"]
+      assert own["speedup"] == row[f"mix/S_{rule}"]
+      assert own["best_k"] == row[f"mix/k_{rule}"]
+
+
+def test_a_record_has_no_nan(whole, tmp_path, monkeypatch):
+  """JSON has none: null; and a file that was there is whole until then."""
+  rows = trainlog.read(whole)
+  rows[-1] |= {"loss": math.nan, "mix/forward_kl": math.inf}
+  start = json.loads((whole / trainlog.RUNS).read_text().splitlines()[0])
+  config = tiny_train.get_config()
+  job = types.SimpleNamespace(config=config, folder=tmp_path, best=None)
+  job.costs = costs.given(config.costs, config.draft.num_tokens)
+  monkeypatch.setattr(record.checkpoint, "latest", lambda manager: 3)
+  record.save(job, rows, start, 6, 0.0)
+  text = (tmp_path / trainlog.RECORD).read_text()
+  found = json.loads(text, parse_constant=pytest.fail)
+  assert found["loss"] is None
+  assert found["evaluations"][-1]["forward_kl"] is None
 
 
 def _events(folder):
@@ -584,7 +649,10 @@ def test_a_new_run_takes_nothing_of_an_old_one(copy, small):
   with checkpoint.opened(copy / train.BEST, 1) as manager:
     params = {"x": np.zeros(3, np.float32)}
     checkpoint.save(manager, 99, params, {"step": 99, "score": 1e9})
-  assert train.run(small(optimiser__learning_rate=0.0), copy) == 0
+  config = small(optimiser__learning_rate=0.0)
+  workdir.begin(copy, config)
+  assert not (copy / trainlog.RECORD).exists()
+  assert train.run(config, copy) == 0
   assert checkpoint.numbers(copy / train.BEST) == [0]
   assert not mark.exists() and not (copy / "costs.json").exists()
 
