@@ -60,7 +60,7 @@ def main(argv):
   common = {key: values[key] for key in sorted(cli.overrides())}
   kind = points.script(config)
   found = points.collect(spec, config, common, points.of_file())
-  _check(kind, found)
+  check(kind, found)
   points.prepare(workdir, spec, kind, common, found, launcher)
   folders = [Path(workdir) / point.name for point in found]
   todo = [folder for folder in folders if points.state(folder) != "done"]
@@ -96,14 +96,14 @@ def _resources():
     ) from None
 
 
-def _check(kind, found):
+def check(kind, found):
   """Raise UserError for a point that its script would refuse at once."""
   from specjax import recipe, settings
 
-  check = settings.check if kind == points.DECODE else recipe.check
+  refuse = settings.check if kind == points.DECODE else recipe.check
   for point in found:
     try:
-      check(point.config)
+      refuse(point.config)
     except UserError as e:
       raise UserError(f"point {point.name}: {e}") from e
 

@@ -9,8 +9,11 @@ for it. What became of a point says its folder, not its engine.
 import importlib
 import signal
 import subprocess
+import time
 
 from specjax.errors import UserError
+
+_POLL = 0.1  # seconds
 
 
 def start(command, **more):
@@ -60,6 +63,8 @@ class Command:
     """Return the last line that the command had to say."""
     self.process = start(self.command, cwd=self.folder)
     try:
+      while self.process.poll() is None:
+        time.sleep(_POLL)  # Ray's cancelling interrupts no longer wait
       return ended(self.process)
     except BaseException:  # cancelled
       self.save()

@@ -37,7 +37,7 @@ def run(
   """
   submitit = engines.need("submitit")
   try:
-    executor = submitit.AutoExecutor(folder=folder / "%j", cluster=cluster)
+    executor = submitit.AutoExecutor(folder=folder, cluster=cluster)
   except RuntimeError as e:
     raise UserError(
       f"there is no Slurm here ({e}); type this on a login node of the cluster"
