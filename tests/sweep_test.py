@@ -471,19 +471,17 @@ def test_one_command_at_a_time_on_each_device(tmp_path):
 
 
 def test_closing_an_engine_ends_its_processes(tmp_path):
-  code = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid()))"
-  wait = [
-    sys.executable,
-    "-c",
-    f"{code}; time.sleep(60)",
-    str(tmp_path / "pid"),
-  ]
-  engine = local.run([wait, wait])
+  pid = tmp_path / "pid"
+  code = (
+    f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid()))\n"
+    "time.sleep(60)"
+  )
+  engine = local.run([[sys.executable, "-c", code]] * 2)
   assert next(engine) == (0, None)
-  _until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+  _until(lambda: pid.exists() and pid.read_text())
   engine.close()
   with pytest.raises(ProcessLookupError):
-    os.kill(int((tmp_path / "pid").read_text()), 0)
+    os.kill(int(pid.read_text()), 0)
 
 
 def test_decodes_a_real_point(tmp_path):
