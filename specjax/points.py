@@ -24,10 +24,8 @@ imports jax: a point's own process has no use for it.
 
 import contextlib
 import copy
-import hashlib
 import json
 import os
-import re
 import sys
 import traceback
 from pathlib import Path
@@ -35,7 +33,7 @@ from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
-from specjax import cli
+from specjax import cli, naming
 from specjax.errors import UserError
 
 SCHEMA = 1
@@ -43,10 +41,6 @@ SWEEP, POINT, RESULT, LOG = "sweep.json", "point.json", "result.json", "log.txt"
 RUN, DONE, FAILED, LOCK = "run", "DONE", "FAILED", "lock"
 DECODE, TRAIN = "decode.py", "train_draft.py"
 
-_LONGEST = 100  # characters of a folder's name
-# What a name may say as it is. It has no upper case, which some file systems
-# do not tell from lower case, and no @, which begins a hash.
-_PLAIN = re.compile(r"[a-z0-9_.]+=[a-z0-9_.+-]*")
 _WANTED = {bool: "True or False", int: "a whole number", float: "a number"}
 
 
@@ -104,7 +98,7 @@ def collect(spec, config, common, sweep):
         f"every point would have --config.{both[0]} of the command line, and"
         " this one sets it too: leave it out of one of them"
       )
-    point = name(values)
+    point = naming.name(values)
     if point in found:
       raise UserError(f"point {point} is there already; add it once")
     found[point] = Point(point, values, _with(config, values))
@@ -155,47 +149,6 @@ def _with(config, overrides):
   changed = copy.deepcopy(config)  # a reference follows what it refers to
   changed.update_from_flattened_dict(overrides)
   return changed
-
-
-def name(overrides):
-  """Return the folder's name of a point, another one for every other point.
-
-  "draft.num_tokens=2,sampling.temperature=0.7"; what is too long or cannot be
-  in a name is cut or replaced, and a hash of the point follows a @.
-  """
-  if not overrides:
-    return "default"
-  pieces = [f"{key}={_text(x)}" for key, x in sorted(overrides.items())]
-  text = ",".join(pieces)
-  exact = all(map(_PLAIN.fullmatch, pieces)) and all(
-    map(_is_told, overrides.values())
-  )
-  if exact and len(text) <= _LONGEST:
-    return text
-  whole = json.dumps(overrides, sort_keys=True, default=repr)
-  mark = "@" + hashlib.sha256(whole.encode()).hexdigest()[:12]
-  safe = re.sub(r"[^a-z0-9_.+=,-]+", "-", text.lower())
-  return safe[: _LONGEST - len(mark)] + mark
-
-
-def _is_told(value):
-  """Whether no other value of the same key has the same `_text`."""
-  if isinstance(value, tuple):
-    return bool(value) and {*map(type, value)} <= {int, float}
-  return value != "none"
-
-
-def _text(value):
-  if value is None or isinstance(value, bool):
-    return str(value).lower()
-  if isinstance(value, tuple):
-    text = str if _is_told(value) else _short
-    return "+".join(map(text, value))
-  return str(value)
-
-
-def _short(value):
-  return f"{value:.3g}" if isinstance(value, float) else _text(value)
 
 
 def arguments(overrides):

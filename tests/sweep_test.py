@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from configs import common, smollm2, tiny, tiny_train
-from specjax import engines, point, points, standing, sweep
+from specjax import engines, naming, point, points, standing, sweep
 from specjax.engines import local
 from specjax.errors import UserError
 
@@ -144,7 +144,7 @@ def _until(what, seconds=60):
   ],
 )
 def test_a_folder_is_named_by_what_is_overridden(overrides, name):
-  assert points.name(overrides) == name
+  assert naming.name(overrides) == name
 
 
 def test_two_points_never_share_a_folder():
@@ -153,9 +153,9 @@ def test_two_points_never_share_a_folder():
   values = [*texts, None, True, (), (0, 1), ("0", "1"), ("0+1",), (0, (1,))]
   values += [0.1, 0.1 + 2e-17, -0.0, 0.0, 1e300, ((0.3333, "b"),)]
   values += [((0.33333, "b"),), (("a", "b"),), ("a", "b"), (1.0, 0), (True,)]
-  names = [points.name({"k": value}) for value in values]
-  names += [points.name({"k": "a", "seed": 1}), points.name({"ka": "a"})]
-  names += [points.name({"K": "a"}), points.name({"k": "a", "b": (2,)})]
+  names = [naming.name({"k": value}) for value in values]
+  names += [naming.name({"k": "a", "seed": 1}), naming.name({"ka": "a"})]
+  names += [naming.name({"K": "a"}), naming.name({"k": "a", "b": (2,)})]
   assert len({name.lower() for name in names}) == len(names)
   for name in names:
     assert re.fullmatch(r"[a-z0-9_.+=,@-]+", name) and len(name) <= 100
@@ -163,7 +163,7 @@ def test_two_points_never_share_a_folder():
 
 def test_order_makes_no_other_point():
   one, two = {"seed": 1, "batch_size": 2}, {"batch_size": 2, "seed": 1}
-  assert points.name(one) == points.name(two)
+  assert naming.name(one) == naming.name(two)
 
 
 @pytest.mark.parametrize(
