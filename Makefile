@@ -18,7 +18,7 @@ demo: setup
 test: setup lint
 	$(TESTS)
 
-test-all: setup lint
+test-all: setup lint $(VENV)/engines
 	$(TESTS) -m "slow or not slow"
 
 lint: setup
@@ -36,6 +36,11 @@ $(VENV)/installed: requirements.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=24.1"
 	$(BIN)/python -m pip install --quiet -r requirements.txt
+	@touch $@
+
+# submitit and Ray (240 MB), for the tests that run them
+$(VENV)/engines: $(VENV)/installed pyproject.toml
+	$(BIN)/python -m pip install --quiet -e '.[sweep]'
 	@touch $@
 
 # pin anew what pyproject.toml asks for, for every supported Python at once

@@ -15,6 +15,12 @@ decoded to float32 on a CPU and bfloat16 elsewhere.
 
 `:random` has the same shapes with seeded random weights and a byte tokenizer:
 for timing and exactness where nothing can be downloaded.
+
+The sweep is K x temperature x draft, 12 points:
+
+  python -m specjax.sweep --config=configs/smollm2.py --workdir=sweeps/smollm2 \
+      --config.prompts.path=configs/prompts.jsonl --config.prompts.limit=4 \
+      --config.max_new_tokens=32
 """
 
 from configs import common
@@ -55,3 +61,12 @@ def get_config(arg=""):
       tie_word_embeddings=True,
     )
   return c
+
+
+def sweep(add):
+  lm = {"draft.name": "lm", "draft.layers": (0, 29)}
+  for draft in ({"draft.name": "ngram"}, lm):
+    for temperature in (0.0, 1.0):
+      for k in (2, 4, 8):
+        more = {"draft.num_tokens": k, "sampling.temperature": temperature}
+        add(draft | more)

@@ -13,6 +13,10 @@ first of its three layers, and can learn most of that table.
 
   python decode.py --config=configs/tiny_train.py:decode \
       --config.draft.name=lm --config.draft.weights=runs/tiny/draft
+
+The sweep is three losses x two seeds, in some minutes:
+
+  python -m specjax.sweep --config=configs/tiny_train.py --workdir=sweeps/loss
 """
 
 from configs import common, training
@@ -67,3 +71,10 @@ def get_config(arg=""):
   c.costs.update(draft=0.1, verify=((1, 1.0), (5, 1.35)))
   c.checkpoint.every = 60
   return c
+
+
+def sweep(add):
+  kl, tv = ("forward_kl", 1.0), ("total_variation", 1.0)
+  for loss in ((kl,), (("forward_kl", 1 / 3), tv), (tv,)):
+    for seed in (0, 1):
+      add(loss=loss, seed=seed)

@@ -11,11 +11,9 @@ from typing import NamedTuple
 
 from specjax import cli, lenient, trainlog
 from specjax.errors import UserError
+from specjax.points import DONE, FAILED, LOG, POINT, RESULT, RUN, SWEEP
 
 SCHEMA = 1
-SWEEP, POINT, RESULT, LOG = "sweep.json", "point.json", "result.json", "log.txt"
-DONE, FAILED = "DONE", "FAILED"
-WORKDIR = "run"  # of a point that trains
 _RECORD = trainlog.RECORD
 # of a record that is taken for one; an empty one is null in a decode report
 _SHAPES = {
@@ -212,8 +210,8 @@ def _of_point(path, name, skipped):
   own = asked.get("overrides")
   status, reason = _status(path)
   record, result = {}, path / RESULT
-  if kind == "training" and (path / WORKDIR / _RECORD).exists():
-    result = path / WORKDIR / _RECORD
+  if kind == "training" and (path / RUN / _RECORD).exists():
+    result = path / RUN / _RECORD
   if result.exists() or status == "done":
     try:
       kind, record = _record(result)

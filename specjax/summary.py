@@ -6,7 +6,7 @@ Everything is read from the rows of metrics.jsonl.
 from specjax import memory, runtime, trajectories
 
 KEY = "mix/S_block"  # of rows that hold an evaluation
-_E_N = "mix/E_N_block"
+TOKENS = "mix/E_N_block"  # a round, predicted
 
 
 def line(rows):
@@ -34,7 +34,7 @@ def rows(config, folder, logged, best, fed, costs):
   first, chosen = judged[min(judged)], judged[best]
   K = config.draft.num_tokens
   change = lambda key, form: f"{first[key]:{form}} to {chosen[key]:{form}}"
-  low, high = (chosen[f"{_E_N}_{end}"] for end in ("low", "high"))
+  low, high = (chosen[f"{TOKENS}_{end}"] for end in ("low", "high"))
   token = chosen["mix/E_N_token"]
   size = f"{config.batch_size} x {config.length}"
   if config.accumulate > 1:
@@ -59,7 +59,7 @@ def rows(config, folder, logged, best, fed, costs):
     ("agreement", f"{change('mix/agreement', '.2f')} of greedy tokens"),
     (
       "predicted",
-      f"{change(_E_N, '.2f')} ({low:.2f} to {high:.2f}) tokens a round of"
+      f"{change(TOKENS, '.2f')} ({low:.2f} to {high:.2f}) tokens a round of"
       f" K = {K}, block; {token:.2f}, token",
     ),
     (
