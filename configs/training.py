@@ -33,8 +33,7 @@ def training():
     # temperature, weight: an answer has one of them, in these proportions
     temperatures=((0.0, 0.3), (0.7, 0.3), (1.0, 0.4)),
     batch=64,  # answers that are decoded at once
-    # what the target would say in a prompt, too; a given one needs no answer
-    learn_prompts=False,
+    learn_prompts=False,  # in a prompt too; then a given one needs no answer
     held_out=0.1,  # the share of prompts that is never trained on
     from_draft=0.0,  # the share of each batch that the draft itself answered
     refresh_every=500,  # steps between two such samples
