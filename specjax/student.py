@@ -120,7 +120,7 @@ def make(config, teacher, found=None, *, ids=None, track=lambda leaves: leaves):
   elif asked.architecture:
     start = _fresh(asked, teacher, config.seed)
   else:
-    start = _from_layers(asked, teacher)
+    start = _from_layers(asked, teacher, found)
   shared = {}
   if asked.embedding == "shared":
     _check_shape(start.config, teacher.config)
@@ -176,7 +176,7 @@ def _from_weights(asked, teacher, track):
   return _Start(config, params, lacks.ids, lacks.features)
 
 
-def _from_layers(asked, teacher):
+def _from_layers(asked, teacher, found):
   """Layers of the target; of a feature head, which may name none, the last."""
   depth = teacher.config.layers
   layers = pair.named_layers(asked.layers or (-1,), depth)
@@ -187,8 +187,37 @@ def _from_layers(asked, teacher):
   config = dataclasses.replace(teacher.config, layers=len(layers))
   features = _features(asked.features, depth)
   if features:
-    params |= feature.begin(feature.Config(config, features))
+    architecture = feature.Config(config, features)
+    params |= feature.begin(architecture, size(teacher, found, features[-1]))
   return _Start(config, params, None, features)
+
+
+def size(teacher, found, layer):
+  """Return the RMS of a target's layer's outputs, the median over some tokens.
+
+  Not the mean: those of a text's first token are many times as large.
+
+  Args:
+    teacher: a `load.Model`; found: `Trajectories` to take tokens from, None:
+      the first ids are a text.
+  """
+  tokens, length = np.arange(_SOME)[None] % teacher.config.vocab_size, [_SOME]
+  if found is not None:
+    tokens, length = found.tokens[:8, :_SOME], found.length[:8]
+  places = np.arange(tokens.shape[1])
+  at = np.broadcast_to(places, tokens.shape)
+  _, taps, _ = teacher.target.apply(
+    teacher.params,
+    jnp.asarray(tokens),
+    jnp.asarray(at),
+    None,
+    features=(layer,),
+  )
+  sizes = np.sqrt(np.square(np.asarray(taps[:, :, 0], np.float32)).mean(-1))
+  return float(np.median(sizes[places < np.asarray(length)[:, None]]))
+
+
+_SOME = 64  # tokens of a text
 
 
 def _architecture(asked, target):

@@ -219,7 +219,7 @@ def test_a_feature_head_begins_as_the_target(kind, layers):
   np.testing.assert_array_equal(
     draft.params["head"], np.asarray(head)[:, list(draft.ids)]
   )
-  # g is the last feature, and half of it is what the layers see
+  # g is the last feature; it has its size in what the layers see
   config = feature.Config(draft.config, draft.features)
   tree = student.merged(draft.shared, draft.params)
   rng = np.random.default_rng(0)
@@ -229,8 +229,32 @@ def test_a_feature_head_begins_as_the_target(kind, layers):
   x = np.asarray(feature.joined(config, tree, jnp.asarray(TOKENS), g))
   normed = lambda x: x / np.sqrt((x**2).mean(-1, keepdims=True))
   token = normed(np.asarray(model.params["embed"])[TOKENS])
-  want = (token + normed(np.asarray(g))) / 2
-  np.testing.assert_allclose(x, want, atol=2e-3)  # norm_eps
+  want = (token / 10 + normed(np.asarray(g))) * student.size(model, DATA, 2)
+  np.testing.assert_allclose(x, want, rtol=2e-3, atol=2e-3)  # norm_eps
+
+
+def _sizes(model, tokens):
+  """[B, T] RMS of what layer 2 puts out at each token."""
+  at = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+  _, taps, _ = model.target.apply(
+    model.params, jnp.asarray(tokens), at, None, features=(2,)
+  )
+  return np.sqrt((np.asarray(taps[:, :, 0]) ** 2).mean(-1))
+
+
+def test_a_layers_size_is_measured_on_real_tokens():
+  """What pads a text does not count, nor how large a single token's is."""
+  model, rng = teacher(), np.random.default_rng(0)
+  draw = lambda n: rng.integers(0, V, n).tolist()
+  found = trajectories.make([(draw(3), draw(n), 0.0) for n in (2, 30, 5)])
+  sizes = _sizes(model, found.tokens)
+  real = np.arange(33) < found.length[:, None]
+  got = student.size(model, found, 2)
+  np.testing.assert_allclose(got, np.median(sizes[real]), rtol=1e-5)
+  assert got != pytest.approx(np.median(sizes), rel=1e-3)
+  ids = np.arange(64)[None] % V
+  got = student.size(model, None, 2)
+  np.testing.assert_allclose(got, np.median(_sizes(model, ids)), rtol=1e-5)
 
 
 def test_a_feature_heads_whole_head_is_the_targets():

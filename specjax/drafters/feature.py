@@ -81,13 +81,18 @@ def head(config, params, a):
   return matrix.product(x, weights, wide)
 
 
-def begin(config):
+def begin(config, size):
   """The arrays that no layer of a target has, as training begins with them.
 
   g is the last of the features: a head that reads three layers begins as the
   one that reads the last alone, whatever their sizes, and learns what the
-  others add. The layers see half the token and half g, both normalised, so
-  that neither hides the other.
+  others add. Both parts are normalised; g then gets the size that a layer's
+  input has in the target, and the token a tenth of it. A layer adds to its
+  input what it was trained to add to one of that size: to a smaller one, so
+  much that the first laws are sure of wrong tokens.
+
+  Args:
+    size: RMS of the outputs of the target's layer, see `student.size`.
   """
   c = config.layers
   one, none = jnp.eye(c.width), jnp.zeros((c.width, c.width))
@@ -96,7 +101,7 @@ def begin(config):
     "fuse": {
       "kernel": jnp.concatenate([none] * (len(config.features) - 1) + [one])
     },
-    "join": {"kernel": jnp.concatenate([one, one]) / 2},
+    "join": {"kernel": jnp.concatenate([one / 10, one]) * size},
     "token_norm": {"scale": scale},
     "feature_norm": {"scale": scale},
   }
