@@ -34,6 +34,7 @@ def main(argv):
     runtime,
     screen,
     settings,
+    sharding,
     table,
     terminal,
   )
@@ -49,7 +50,8 @@ def main(argv):
   settings.sampling(config, opened.config.vocab_size)  # ids that it has
   sizes = play.sizes(opened, todo, config)
   draft = terminal.open_draft(out, config, opened, sizes)
-  model, loaded = terminal.load_pair(out, opened, draft, sizes, dtype)
+  args = opened, draft, sizes, dtype, sharding.make(config)
+  model, loaded = terminal.load_pair(out, *args)
   seconds = {"load": time.perf_counter() - began}
   name = table.short_name(config.target)
   terminal.note(out, f"loaded {name} in {seconds['load']:.1f} s")

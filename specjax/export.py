@@ -17,7 +17,7 @@ import safetensors
 import safetensors.numpy
 
 from specjax import card as cards
-from specjax import data
+from specjax import data, multihost
 from specjax.errors import UserError
 from specjax.models import describe, exported, hub, weights
 
@@ -69,8 +69,11 @@ def save(folder, draft, params, *, teacher, reference, card, dtype="float32"):
   folder = Path(os.path.realpath(folder))
   _check_dtype(dtype)
   check_folder(folder)
+  params = multihost.fetch(params)
   tensors = _tensors(draft, params, dtype)
   lacks = _lacks(draft, teacher, reference)
+  if not multihost.first():
+    return
   try:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(

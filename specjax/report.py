@@ -20,7 +20,15 @@ from pathlib import Path
 
 import numpy as np
 
-from specjax import memory, metrics, predict, runtime, settings
+from specjax import (
+  memory,
+  metrics,
+  multihost,
+  predict,
+  runtime,
+  settings,
+  sharding,
+)
 from specjax.errors import UserError
 from specjax.models import transformer, weights
 
@@ -74,6 +82,7 @@ def build(
     },
     "peak_memory_bytes": memory.peak(),
     "device": runtime.device(),
+    "mesh": dict(zip(sharding.AXES, sharding.sizes(model.mesh), strict=True)),
     "versions": runtime.versions(),
     "config": config.to_dict(),
   }
@@ -271,6 +280,8 @@ def save(path, report):
 
 def write(path, data):
   """Write bytes to a file, all of them or none."""
+  if not multihost.first():
+    return
   part = _part(path)
   try:
     part.write_bytes(data)

@@ -78,6 +78,7 @@ def device():
     "kind": first.device_kind,
     "name": _cpu_name() if first.platform == "cpu" else first.device_kind,
     "count": jax.device_count(),
+    "processes": jax.process_count(),
     "cores": _cores(),
     "machine": platform.machine(),
     "system": platform.system(),

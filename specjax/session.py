@@ -16,6 +16,7 @@ from specjax import (
   checkpoint,
   evaluate,
   feed,
+  multihost,
   recipe,
   speak,
   step,
@@ -71,7 +72,7 @@ def train(job, fed, state, at, log, asked):
         state, report = job.programs.update(state)
         now, micro = now + 1, 0
         pending.append((now, report))
-      stop = bool(asked)
+      stop = _asked(asked)
       judge = due(config.evaluation.every)
       saving = due(config.checkpoint.every) or stop
       # the newest report stays on the device while the next step begins
@@ -89,6 +90,14 @@ def train(job, fed, state, at, log, asked):
       if micro == 0:
         fed = _refreshed(job, fed, state, now)
   return now
+
+
+def _asked(asked):
+  """Whether any process was asked to stop; the others hear of it here."""
+  number = multihost.most(asked[0] if asked else 0)
+  if number and not asked:
+    asked.append(number)
+  return bool(asked)
 
 
 def _compiled(out, program, *args):
@@ -134,7 +143,7 @@ def _read(job, pending, lag, clock):
   new, tokens = [], 0
   while len(pending) > lag:
     now, report = pending.pop(0)
-    told = jax.device_get(report)
+    told = multihost.fetch(report)
     if told.failed >= 0:
       raise UserError(_failure(job, told))
     if now % job.config.log_every == 0 or now == job.config.steps:

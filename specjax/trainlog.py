@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import rich.progress
 
-from specjax import runtime, terminal
+from specjax import multihost, runtime, terminal
 from specjax.errors import UserError
 
 CONFIG, RUNS, METRICS = "config.json", "runs.jsonl", "metrics.jsonl"
@@ -29,7 +29,7 @@ class Log(NamedTuple):
   """Open files of a run's folder."""
 
   folder: Path
-  metrics: object  # a text file
+  metrics: object  # a text file; None: another process writes
   events: object  # tensorboardX's `EventsWriter`: it writes at once
   rows: list  # of all steps so far
 
@@ -85,6 +85,8 @@ def describe(folder, step):
     "versions": runtime.versions() | {"commit": _commit()},
     "device": runtime.device(),
   }
+  if not multihost.first():
+    return
   with written(folder), (Path(folder) / RUNS).open("a") as file:
     file.write(json.dumps(line) + "\n")
 
@@ -96,6 +98,8 @@ def write(path, data):
 
 
 def _replace(path, data):
+  if not multihost.first():
+    return
   part = path.with_name(f".{path.name}.part")
   with open(part, "wb") as file:
     file.write(data.encode() if isinstance(data, str) else data)
@@ -127,6 +131,11 @@ def opened(folder, step):
   from tensorboardX import event_file_writer
 
   folder = Path(folder)
+  if not multihost.first():
+    yield Log(
+      folder, None, None, [r for r in read(folder) if r["step"] <= step]
+    )
+    return
   with written(folder):
     rows = [row for row in read(folder) if row["step"] <= step]
     _replace(folder / METRICS, "".join(map(_line, rows)))
@@ -162,12 +171,13 @@ def append(log, row):
   Raises:
     UserError: it cannot be written.
   """
-  with written(log.folder):
-    log.metrics.write(_line(row))
-    log.metrics.flush()
-    os.fsync(log.metrics.fileno())
-    _to_events(log.events, row)
-    log.events.flush()
+  if log.metrics is not None:
+    with written(log.folder):
+      log.metrics.write(_line(row))
+      log.metrics.flush()
+      os.fsync(log.metrics.fileno())
+      _to_events(log.events, row)
+      log.events.flush()
   log.rows.append(row)
 
 

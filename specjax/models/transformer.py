@@ -9,6 +9,7 @@ of them. Nothing outside this file knows Flax.
 
 import dataclasses
 import functools
+import math
 import zlib
 
 import jax
@@ -72,20 +73,20 @@ def attend(q, layer, mask):
     [B, T, H, head_dim]
   """
   B, T, H, d = q.shape
-  rows, _, S = layer.k.shape  # rows = B * G
-  G = rows // B
+  *lead, _, S = layer.k.shape  # (B * G,) or (B, G)
+  G = math.prod(lead) // B
   # the queries that share a key head are one matrix
   q = q.reshape(B, T, G, H // G, d).transpose(0, 2, 1, 3, 4)
   scores = jnp.einsum(
-    "xnd,xds->xns",
-    q.reshape(rows, -1, d),
+    "...nd,...ds->...ns",
+    q.reshape(*lead, -1, d),
     layer.k,
     preferred_element_type=jnp.float32,
   )
   scores = scores.reshape(B, G, T, H // G, S) * d**-0.5
   scores = jnp.where(mask[:, None, :, None], scores, -jnp.inf)
   weights = jax.nn.softmax(scores, axis=-1).astype(layer.v.dtype)
-  out = jnp.einsum("xns,xsd->xnd", weights.reshape(rows, -1, S), layer.v)
+  out = jnp.einsum("...ns,...sd->...nd", weights.reshape(*lead, -1, S), layer.v)
   out = out.reshape(B, G, T, H // G, d).transpose(0, 2, 1, 3, 4)
   return out.reshape(B, T, H, d)
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from specjax import sharding
 from specjax.drafters import feature
 from specjax.errors import UserError
 from specjax.models import exported, matrix, transformer
@@ -167,7 +168,14 @@ def checked(source):
 
 
 def load(
-  source, *, dtype, untie=False, block=0, track=lambda leaves: leaves, lent=None
+  source,
+  *,
+  dtype,
+  untie=False,
+  block=0,
+  track=lambda leaves: leaves,
+  lent=None,
+  put=None,
 ):
   """Read the parameter tree of `source` onto the default device.
 
@@ -182,6 +190,7 @@ def load(
     track: wraps the list of leaves that is read, for a progress bar.
     lent: {"embed": array, "head": array} that the source takes from its target,
       as they are to be in the tree.
+    put: (path, array) -> array where it is to lie; None: on the default device.
 
   Returns:
     (params, config); the config says tied=False after `untie`, and the block.
@@ -200,7 +209,8 @@ def load(
     # JAX may keep this very buffer as its own, so nothing writes to it again.
     # Waiting for the copy, if it makes one, bounds the memory to one leaf more.
     value = stored(leaf.path[-1], _read(source, leaf, dtype), block)
-    value = jax.device_put(np.ascontiguousarray(value))
+    value = np.ascontiguousarray(value)
+    value = put(leaf.path, value) if put else jax.device_put(value)
     value = jax.block_until_ready(value)
     _put(params, leaf.path, value)
   return params, as_loaded(source.config, untie, block)
@@ -237,9 +247,7 @@ def stored(name, value, block):
 
 def in_blocks(params, block):
   """A whole tree as `load` stores it."""
-  return jax.tree_util.tree_map_with_path(
-    lambda path, x: stored(path[-1].key, x, block), params
-  )
+  return sharding.map_named(lambda path, x: stored(path[-1], x, block), params)
 
 
 def as_loaded(config, untie, block=0):
