@@ -149,16 +149,17 @@ def open_draft(out, config, target, sizes):
   return draft
 
 
-def load_pair(out, target, draft, sizes, dtype, mesh=None):
+def load_pair(out, config, target, draft, sizes, dtype):
   """Read the weights of both, once it is told that memory holds them.
 
   Args:
-    target: a `load.Opened`; mesh: of `sharding.make`.
+    config: whose mesh they are laid over; target: a `load.Opened`.
     draft: a `pair.Opened`, or None, whose pair is None.
 
   Returns:
     The target's `load.Model` and the `pair.Pair`.
   """
+  mesh = sharding.make(config)
   shape = dict(dtype=dtype, batch=sizes.batch, slots=sizes.slots)
   estimate = memory.estimate(
     target.config, draft=draft, untie=load.untie_here(), **shape
