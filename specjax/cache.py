@@ -74,18 +74,35 @@ def write(layer, k, v, positions):
   start past the end would otherwise be clamped onto live entries.
   """
   B, T, G, d = k.shape
-  lead = layer.k.shape[:-2]  # (B * G,) or (B, G)
-  rows = [i[..., None] for i in jnp.indices(lead, sparse=True)]
-  at = jnp.repeat(positions, G, axis=0).reshape(*lead, T)
   options = dict(mode="drop", wrap_negative_indices=False)
+  if layer.k.ndim == 4:
+    return _write_apart(layer, k, v, positions, options)
+  rows = jnp.arange(B * G)[:, None]  # [B * G, 1]
+  at = jnp.repeat(positions, G, axis=0)  # [B * G, T]
 
-  def per_head(x, dtype):  # [*lead, T, head_dim]
-    return x.astype(dtype).transpose(0, 2, 1, 3).reshape(*lead, T, d)
+  def per_head(x, dtype):  # [B * G, T, head_dim]
+    return x.astype(dtype).transpose(0, 2, 1, 3).reshape(B * G, T, d)
 
   return KV(
-    k=layer.k.at[*rows, :, at].set(per_head(k, layer.k.dtype), **options),
-    v=layer.v.at[*rows, at].set(per_head(v, layer.v.dtype), **options),
+    k=layer.k.at[rows, :, at].set(per_head(k, layer.k.dtype), **options),
+    v=layer.v.at[rows, at].set(per_head(v, layer.v.dtype), **options),
   )
+
+
+def _write_apart(layer, k, v, positions, options):
+  """Row by row and head by head, so that a mesh sees that none needs another's.
+
+  With indices, every device would get what all the others write.
+  """
+
+  def one(layer, k, v, at):
+    return KV(
+      k=layer.k.at[:, at].set(k.T.astype(layer.k.dtype), **options),
+      v=layer.v.at[at].set(v.astype(layer.v.dtype), **options),
+    )
+
+  heads = jax.vmap(one, (0, 1, 1, None))
+  return jax.vmap(heads)(layer, k, v, positions)
 
 
 def apart(layer, batch):

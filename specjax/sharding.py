@@ -10,6 +10,7 @@ divide is replicated, and `undivided` says so. On one device there is no mesh:
 None, and nothing is touched.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -19,12 +20,13 @@ from jax.sharding import PartitionSpec as P
 
 from specjax.cache import KV, apart
 from specjax.errors import UserError
+from specjax.models import matrix, transformer
 
 DATA, MODEL = AXES = "data", "model"
 
 # An array by the end of its path -> what of it goes over "model", which of its
-# dimensions that is. A fused matrix is cut across its parts, so q, k and v, or
-# gate and up, are exchanged once they are made: activations of a few tokens.
+# dimensions that is. The columns of a fused matrix are in `matrix.order`, so
+# that each device has its heads' q, k and v, or its units' gate and up.
 _RULES = {
   ("embed",): ("vocabulary", 0),
   ("head",): ("logits", 1),
@@ -154,22 +156,47 @@ def map_named(of, tree):
   )
 
 
+def cut(mesh, config):
+  """The `transformer.Config` of a tree that `put` has placed."""
+  return dataclasses.replace(config, shards=sizes(mesh)[1])
+
+
+def order(config, path, x):
+  """The places of a leaf's columns in the file's order; see `matrix.order`."""
+  shards = transformer.shards(config).get(path[-2]) if path[1:] else None
+  if shards is None:
+    return np.arange(x.shape[-1])
+  return matrix.order(transformer.widths(config)[path[-2]], shards)
+
+
 def put(mesh, config):
-  """Return (path, array of the host) -> array on the mesh.
+  """Return (path, array as a file has it) -> array on the mesh.
 
   Each process hands its own devices their part and no more.
-  """
 
+  Args:
+    config: of the file; that of the tree is `cut`'s.
+  """
+  config = cut(mesh, config)
+  place = _placing(mesh, config)
+
+  def put(path, x):
+    at = order(config, path, x)
+    return place(path, x if (np.diff(at) == 1).all() else x[..., at])
+
+  return put
+
+
+def params(mesh, config, tree):
+  """Return a parameter tree with its arrays where `put` has them."""
+  return map_named(_placing(mesh, config), tree)
+
+
+def _placing(mesh, config):
   def place(path, x):
     return put_one(x, NamedSharding(mesh, spec(mesh, config, path, x.shape)))
 
   return place
-
-
-def params(mesh, config, tree):
-  """Return a parameter tree as `put` would have placed it."""
-  place = put(mesh, config)
-  return map_named(place, tree)
 
 
 def put_one(x, sharding):

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax import sharding
 from specjax.errors import UserError
@@ -155,7 +156,9 @@ def read(file, *, dtype, track=lambda paths: paths, target=None, mesh=None):
   if mesh is None:
     return file.read(**options, block=block_here())
   # blocks are for the cache of one CPU
-  return file.read(**options, block=0, put=sharding.put(mesh, file.config))
+  put = sharding.put(mesh, file.config)
+  params, config = file.read(**options, block=0, put=put)
+  return params, sharding.cut(mesh, config)
 
 
 def borrowed(file, target):
@@ -220,8 +223,11 @@ def whole(model):
   """Return the model with its matrices whole, itself if they are.
 
   That serves some 32 rows and more at a time, in batched sampling and in
-  training; see `matrix.product`. What was in blocks is copied.
+  training; see `matrix.product`. What was in blocks is copied, and so is what
+  was in the order of a mesh's shards: a draft may begin with these matrices.
   """
+  if model.loaded.shards > 1:
+    return _unsharded(model)
   if not model.loaded.block:
     return model
   params = jax.tree.map(
@@ -229,6 +235,19 @@ def whole(model):
   )
   config = dataclasses.replace(model.loaded, block=0)
   target = transformer.make(config, params["embed"].dtype)
+  return model._replace(target=target, params=params, loaded=config)
+
+
+def _unsharded(model):
+  """The model with its columns in the order of the file, still on its mesh."""
+  mesh, old = model.mesh, model.loaded
+  config = dataclasses.replace(old, shards=1)
+  back = lambda path, x: x[..., np.argsort(sharding.order(old, path, x))]
+  params = sharding.map_named(back, model.params)
+  target = sharding.target(
+    transformer.make(config, params["embed"].dtype), mesh
+  )
+  params = sharding.params(mesh, config, params)
   return model._replace(target=target, params=params, loaded=config)
 
 

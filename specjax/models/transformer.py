@@ -38,9 +38,25 @@ class Config:
   tied: bool = False  # the head is the transposed embedding
   head_size: int | None = None  # logits of a trimmed head, None: vocab_size
   block: int = 0  # columns of a block that matrices are stored in, 0: whole
+  shards: int = 1  # of the columns of fused matrices, see `matrix.order`
   qkv_bias: bool = False
   out_bias: bool = False
   mlp_bias: bool = False
+
+
+def widths(config):
+  """Widths of the matrices that are fused, by the name of what they are."""
+  kv = config.kv_heads * config.head_dim
+  return {
+    "qkv": (config.heads * config.head_dim, kv, kv),
+    "gate_up": (config.hidden, config.hidden),
+  }
+
+
+def shards(config):
+  """Shards of its columns, by the same names: 1 where they do not divide it."""
+  n = {"qkv": config.kv_heads, "gate_up": config.hidden}
+  return {k: 1 if x % config.shards else config.shards for k, x in n.items()}
 
 
 def rotary(positions, inv_freq):
@@ -139,9 +155,11 @@ class Layer(nn.Module):
     linear = functools.partial(Linear, block=c.block)
     y = linear(heads * c.head_dim, c.qkv_bias, name="qkv")(y)
     y = y.reshape(B, T, heads, c.head_dim)
-    turned = rotate(y[:, :, : c.heads + c.kv_heads], *angles)
-    q, k = turned[:, :, : c.heads], turned[:, :, c.heads :]
-    v = y[:, :, c.heads + c.kv_heads :]
+    keys, n = c.heads + c.kv_heads, shards(c)
+    own = functools.partial(matrix.cut, shards=n["qkv"], axis=2)
+    turned = rotate(own(y, 0, keys), *angles)
+    q, k = own(turned, 0, c.heads), own(turned, c.heads, keys)
+    v = own(y, keys, heads)
     if cache is None or isinstance(cache, kv.Passes):
       own = kv.from_tokens(k, v)
       seen = own if cache is None else kv.side_by_side((*cache.before, own))
@@ -153,7 +171,8 @@ class Layer(nn.Module):
 
     y = RMSNorm(c.norm_eps, name="mlp_norm")(x)
     y = linear(2 * c.hidden, c.mlp_bias, name="gate_up")(y)
-    gate, up = jnp.split(y, 2, axis=-1)
+    own = functools.partial(matrix.cut, shards=n["gate_up"])
+    gate, up = own(y, 0, c.hidden), own(y, c.hidden, 2 * c.hidden)
     y = jax.nn.silu(gate) * up
     return x + linear(c.width, c.mlp_bias, name="down")(y), cache
 
@@ -256,7 +275,7 @@ def _make(config, dtype):
 
 
 def layers(config, params, x, positions, mask, caches):
-  """Apply layers and nothing around them.
+  """Apply layers and nothing else.
 
   Args:
     params: a dict with "layer_0", "layer_1", ...

@@ -105,7 +105,7 @@ def _leaf(config, path, shape):
       path, shape, {name: shape[:: -1 if transposed else 1]}, transposed
     )
   layer, block, kind = path
-  widths = _widths(config).get(block, shape[-1:])
+  widths = transformer.widths(config).get(block, shape[-1:])
   i = layer.removeprefix("layer_")
   transposed = kind == "kernel"
   parts = {}
@@ -113,15 +113,6 @@ def _leaf(config, path, shape):
     name = f"model.layers.{i}.{part}.{_LEAVES[kind]}"
     parts[name] = (width, shape[0]) if transposed else (width,)
   return Leaf(path, shape, parts, transposed)
-
-
-def _widths(config):
-  """Widths of the parts of a fused block."""
-  kv = config.kv_heads * config.head_dim
-  return {
-    "qkv": (config.heads * config.head_dim, kv, kv),
-    "gate_up": (config.hidden, config.hidden),
-  }
 
 
 def checked(source):
