@@ -90,6 +90,14 @@ def device():
   }
 
 
+def told(device, mesh):
+  """A `device` in words; mesh: how many devices each axis has."""
+  cores = f", {device['cores']} cores" if device["platform"] == "cpu" else ""
+  used, count = "x".join(map(str, mesh)), device["count"]
+  more = f", mesh {used} of {count} devices" if count > 1 else ""
+  return f"{device['name']}{cores}{more}"
+
+
 def _cpu_name():
   """What the maker calls it, where the system tells; else its architecture."""
   try:
