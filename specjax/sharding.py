@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from specjax.cache import KV, apart
 from specjax.errors import UserError
-from specjax.models import matrix, transformer
+from specjax.models import matrix
 
 DATA, MODEL = AXES = "data", "model"
 
@@ -163,10 +163,10 @@ def cut(mesh, config):
 
 def order(config, path, x):
   """The places of a leaf's columns in the file's order; see `matrix.order`."""
-  shards = transformer.shards(config).get(path[-2]) if path[1:] else None
+  shards = matrix.shards(config).get(path[-2]) if path[1:] else None
   if shards is None:
     return np.arange(x.shape[-1])
-  return matrix.order(transformer.widths(config)[path[-2]], shards)
+  return matrix.order(matrix.widths(config)[path[-2]], shards)
 
 
 def put(mesh, config):

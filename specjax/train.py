@@ -100,7 +100,7 @@ def _run(config, folder):
     state = _state(job, draft, optimiser, mesh)
     del draft  # its parameters are the state's now
     at = int(state.step), int(state.micro)
-    trainlog.describe(folder, at[0])
+    trainlog.describe(folder, at[0], config.mesh)
     if at[0] or at[1]:
       terminal.note(out, f"going on from step {at[0]} of {config.steps}")
     log = enter(trainlog.opened(folder, at[0]))

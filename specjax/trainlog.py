@@ -1,7 +1,7 @@
 """What a training run leaves beside its checkpoints, and shows while it runs.
 
 config.json    the config, resolved
-runs.jsonl     a line a start: command, versions, device, first step
+runs.jsonl     a line a start: command, versions, device, mesh, first step
 metrics.jsonl  a line a logged step; no step is there twice
 events.*       the same for TensorBoard, made anew from it at each start
 curves.png     the same as a picture
@@ -75,8 +75,8 @@ def begin(folder, config):
   write(Path(folder) / CONFIG, json.dumps(config, indent=2) + "\n")
 
 
-def describe(folder, step):
-  """Write down that a run starts now, at a step."""
+def describe(folder, step, mesh):
+  """Write down that a run starts now, at a step, on so many devices."""
   line = {
     "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     "step": step,
@@ -84,6 +84,7 @@ def describe(folder, step):
     "folder": os.getcwd(),
     "versions": runtime.versions() | {"commit": _commit()},
     "device": runtime.device(),
+    "mesh": list(mesh),
   }
   if not multihost.first():
     return

@@ -53,6 +53,25 @@ def product(x, matrix, dtype=None):
 _FEW = 64  # rows up to which blocks are no slower
 
 
+def widths(config):
+  """Widths of what a layer has side by side, by the matrix's name.
+
+  Args:
+    config: a `transformer.Config`.
+  """
+  kv = config.kv_heads * config.head_dim
+  return {
+    "qkv": (config.heads * config.head_dim, kv, kv),
+    "gate_up": (config.hidden, config.hidden),
+  }
+
+
+def shards(config):
+  """Shards of such a matrix, by its name: 1 where they do not divide it."""
+  n = {"qkv": config.kv_heads, "gate_up": config.hidden}
+  return {k: 1 if x % config.shards else config.shards for k, x in n.items()}
+
+
 def order(widths, shards):
   """Columns of matrices side by side, so that each shard has some of every one.
 

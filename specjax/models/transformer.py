@@ -44,21 +44,6 @@ class Config:
   mlp_bias: bool = False
 
 
-def widths(config):
-  """Widths of the matrices that are fused, by the name of what they are."""
-  kv = config.kv_heads * config.head_dim
-  return {
-    "qkv": (config.heads * config.head_dim, kv, kv),
-    "gate_up": (config.hidden, config.hidden),
-  }
-
-
-def shards(config):
-  """Shards of its columns, by the same names: 1 where they do not divide it."""
-  n = {"qkv": config.kv_heads, "gate_up": config.hidden}
-  return {k: 1 if x % config.shards else config.shards for k, x in n.items()}
-
-
 def rotary(positions, inv_freq):
   """cos and sin [B, T, 1, head_dim / 2] of position * frequency.
 
@@ -155,7 +140,7 @@ class Layer(nn.Module):
     linear = functools.partial(Linear, block=c.block)
     y = linear(heads * c.head_dim, c.qkv_bias, name="qkv")(y)
     y = y.reshape(B, T, heads, c.head_dim)
-    keys, n = c.heads + c.kv_heads, shards(c)
+    keys, n = c.heads + c.kv_heads, matrix.shards(c)
     own = functools.partial(matrix.cut, shards=n["qkv"], axis=2)
     turned = rotate(own(y, 0, keys), *angles)
     q, k = own(turned, 0, c.heads), own(turned, c.heads, keys)

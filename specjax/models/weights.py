@@ -105,7 +105,7 @@ def _leaf(config, path, shape):
       path, shape, {name: shape[:: -1 if transposed else 1]}, transposed
     )
   layer, block, kind = path
-  widths = transformer.widths(config).get(block, shape[-1:])
+  widths = matrix.widths(config).get(block, shape[-1:])
   i = layer.removeprefix("layer_")
   transposed = kind == "kernel"
   parts = {}
