@@ -9,8 +9,7 @@ r"""Decode prompts, plainly and speculatively, and report what each took.
       --config.sampling.repetition_penalty=1.1 --config.verifier=coupled
   echo Hello | python decode.py --config=configs/smollm2.py --config.prompt=-
 
-The text goes to stdout, everything about it to stderr. What each key means:
-configs/common.py.
+Text goes to stdout, all about it to stderr. The keys: configs/common.py.
 """
 
 import time
@@ -21,6 +20,7 @@ from specjax import cli
 
 _CONFIG = cli.define_config()
 _JSON = flags.DEFINE_string("json", None, "Write the whole report here.")
+_MULTIHOST = flags.DEFINE_boolean("multihost", False, "Join other processes.")
 
 
 def main(argv):
@@ -42,14 +42,14 @@ def main(argv):
   if _JSON.value is not None:
     report.check_path(_JSON.value)
   todo = prompts.read(config)
+  dtype = runtime.setup(config.dtype, _MULTIHOST.value)
   out = terminal.console()
-  dtype = runtime.setup(config.dtype)
   began = time.perf_counter()
   opened = terminal.open_target(out, config)
   settings.sampling(config, opened.config.vocab_size)  # ids that it has
   sizes = play.sizes(opened, todo, config)
   draft = terminal.open_draft(out, config, opened, sizes)
-  model, loaded = terminal.load_pair(out, opened, draft, sizes, dtype)
+  model, loaded = terminal.load_pair(out, config, opened, draft, sizes, dtype)
   seconds = {"load": time.perf_counter() - began}
   name = table.short_name(config.target)
   terminal.note(out, f"loaded {name} in {seconds['load']:.1f} s")

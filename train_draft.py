@@ -18,6 +18,7 @@ from specjax.errors import UserError
 
 _CONFIG = cli.define_config()
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.")
+_MULTIHOST = flags.DEFINE_boolean("multihost", False, "Join other processes.")
 
 
 def main(argv):
@@ -26,8 +27,10 @@ def main(argv):
   if not _WORKDIR.value:
     raise UserError("no folder for the run: type --workdir=runs/NAME")
   # Imported here: --help and a mistyped key need not wait for JAX.
-  from specjax import train
+  from specjax import multihost, train
 
+  if _MULTIHOST.value:
+    multihost.join()
   return train.run(config, _WORKDIR.value)
 
 

@@ -46,6 +46,7 @@ def decoding():
   c.predict = True  # from the plain answers, and time the parts of a round
   c.logprobs = False  # of each token, in the --json report
   c.seed = 0
+  c.mesh = (1, 1)  # devices that share the rows, and the heads
   c.dtype = "auto"  # float32 on a CPU, bfloat16 elsewhere
   return c
 

@@ -78,5 +78,6 @@ def training():
   c.decode_with = "FILE.py"  # decode.py's config of this target
   c.log_every = 10  # steps
   c.seed = 0
+  c.mesh = (1, 1)  # devices that share the rows, and the heads
   c.dtype = "auto"  # float32 on a CPU, bfloat16 elsewhere; masters: float32
   return c

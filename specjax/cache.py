@@ -20,12 +20,13 @@ class KV(NamedTuple):
 
   B and G are one axis, so that the arrays enter the attention's products as
   they are. With two axes and B = 1, XLA's CPU backend reshapes first and
-  copies the whole cache in every step to do so. Keys lie slot-last because
-  the scores contract head_dim.
+  copies the whole cache in every step to do so. On a mesh of devices they are
+  two, each over an axis of its own: what reads a cache takes either. Keys lie
+  slot-last because the scores contract head_dim.
   """
 
-  k: jax.Array  # [B * G, head_dim, S]
-  v: jax.Array  # [B * G, S, head_dim]
+  k: jax.Array  # [B * G, head_dim, S] or [B, G, head_dim, S]
+  v: jax.Array  # [B * G, S, head_dim] or [B, G, S, head_dim]
 
 
 class Passes(NamedTuple):
@@ -40,8 +41,8 @@ class Passes(NamedTuple):
 def side_by_side(passes):
   """Return one `KV` of the slots of several."""
   return KV(
-    k=jnp.concatenate([layer.k for layer in passes], 2),
-    v=jnp.concatenate([layer.v for layer in passes], 1),
+    k=jnp.concatenate([layer.k for layer in passes], -1),
+    v=jnp.concatenate([layer.v for layer in passes], -2),
   )
 
 
@@ -73,9 +74,11 @@ def write(layer, k, v, positions):
   start past the end would otherwise be clamped onto live entries.
   """
   B, T, G, d = k.shape
+  options = dict(mode="drop", wrap_negative_indices=False)
+  if layer.k.ndim == 4:
+    return _write_apart(layer, k, v, positions, options)
   rows = jnp.arange(B * G)[:, None]  # [B * G, 1]
   at = jnp.repeat(positions, G, axis=0)  # [B * G, T]
-  options = dict(mode="drop", wrap_negative_indices=False)
 
   def per_head(x, dtype):  # [B * G, T, head_dim]
     return x.astype(dtype).transpose(0, 2, 1, 3).reshape(B * G, T, d)
@@ -84,6 +87,29 @@ def write(layer, k, v, positions):
     k=layer.k.at[rows, :, at].set(per_head(k, layer.k.dtype), **options),
     v=layer.v.at[rows, at].set(per_head(v, layer.v.dtype), **options),
   )
+
+
+def _write_apart(layer, k, v, positions, options):
+  """Row by row and head by head, so that a mesh sees that none needs another's.
+
+  With indices, every device would get what all the others write.
+  """
+
+  def one(layer, k, v, at):
+    return KV(
+      k=layer.k.at[:, at].set(k.T.astype(layer.k.dtype), **options),
+      v=layer.v.at[at].set(v.astype(layer.v.dtype), **options),
+    )
+
+  heads = jax.vmap(one, (0, 1, 1, None))
+  return jax.vmap(heads)(layer, k, v, positions)
+
+
+def apart(layer, batch):
+  """A `KV` with B = batch and G as two axes."""
+  if layer.k.ndim == 4:
+    return layer
+  return KV(*(x.reshape(batch, -1, *x.shape[1:]) for x in layer))
 
 
 def prefill(model, params, tokens, length):
@@ -142,7 +168,7 @@ def prefill_taps(model, params, tokens, length, features):
 
 def num_slots(cache):
   """S of a cache."""
-  return cache[0].v.shape[1]
+  return cache[0].v.shape[-2]
 
 
 def visible(positions, slots):

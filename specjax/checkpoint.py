@@ -15,6 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
+from specjax import multihost
 from specjax.errors import UserError
 
 FORMAT = 1
@@ -152,10 +153,13 @@ def meta(manager, number):
 
 
 def restore(manager, number, like):
-  """Return a saved tree on the default device, in arrays that may be donated.
+  """Return a saved tree, in arrays that may be donated.
+
+  It may have been saved on any other number of devices (B35).
 
   Args:
-    like: a tree of arrays or `jax.ShapeDtypeStruct`s: what it has to be.
+    like: a tree of `jax.ShapeDtypeStruct`s: what it has to be, and where; those
+      without a sharding come to lie on the default device.
 
   Raises:
     UserError: it is damaged, or an array is missing, left over, or of another
@@ -164,7 +168,10 @@ def restore(manager, number, like):
   folder = manager.directory / str(number)
   here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   like = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), like
+    lambda x: jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=getattr(x, "sharding", None) or here
+    ),
+    like,
   )
   reader = contextlib.closing(ocp.StandardCheckpointer())
   with _damage(manager, number), reader as open_reader:
@@ -195,7 +202,7 @@ def _shapes(tree):
 def _sum(tree):
   """A checksum of all bytes: Orbax reads a flipped bit as it stands."""
   found = 0
-  for x in jax.tree.leaves(tree):
+  for x in map(multihost.fetch, jax.tree.leaves(tree)):
     found = zlib.crc32(np.ascontiguousarray(x).view(np.uint8), found)
   return found
 

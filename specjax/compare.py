@@ -19,6 +19,7 @@ from specjax import (
   request,
   roofline,
   settings,
+  sharding,
   terminal,
   timing,
 )
@@ -178,7 +179,7 @@ def run(out, config, asked, todo, dtype):
   # asked for a draft's method, then for the draft
   get = functools.cache(functools.partial(terminal.open_model, out, draft=True))
   drafts = opened(asked, target, sizes, get)
-  model, pairs = _load(out, target, drafts, sizes, dtype)
+  model, pairs = _load(out, config, target, drafts, sizes, dtype)
   seconds = {"load": time.perf_counter() - began}
   with terminal.waiting(out, "compiling"):
     seconds["compile"] = play.warm_up(model, None, plain, sizes)
@@ -199,7 +200,7 @@ def run(out, config, asked, todo, dtype):
   return Found(base, seeds(batches, config), drafts, some, timed)
 
 
-def _load(out, target, drafts, sizes, dtype):
+def _load(out, config, target, drafts, sizes, dtype):
   """The `load.Model` and {name: `pair.Pair`}."""
   shape = dict(dtype=dtype, batch=sizes.batch, slots=sizes.slots)
   shape |= dict(untie=load.untie_here())
@@ -208,9 +209,11 @@ def _load(out, target, drafts, sizes, dtype):
     for draft in drafts.values()
   ]
   largest = max(estimates, key=lambda parts: sum(parts.values()))
-  terminal.note(out, memory.check(largest))
+  mesh = sharding.make(config)
+  terminal.note(out, memory.check(memory.on(mesh, largest)))
+  terminal.told_mesh(out, mesh, target.config)
   bar = terminal.track(out, "reading weights")
-  model = load.model(target, dtype=dtype, track=bar)
+  model = load.model(target, dtype=dtype, track=bar, mesh=mesh)
   return model, {
     name: pair.load(draft, model, dtype=dtype, track=bar)
     for name, draft in drafts.items()

@@ -5,13 +5,14 @@ E[N] / (v_k + k c + o_k) in units of a plain step. A run takes its costs once,
 at the start: with costs that drift its checkpoints could not be compared.
 """
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 
+from specjax import sharding, timing, types
 from specjax import student as students
-from specjax import timing, types
 from specjax.drafters import feature, lm
 from specjax.errors import UserError
 from specjax.models import load, transformer, weights
@@ -101,16 +102,18 @@ def measured(
     UserError: slots or contexts do not hold a round.
   """
   dtype = teacher.params["embed"].dtype
-  config, stored = _stored(teacher.loaded, teacher.params, dtype)
-  target = transformer.make(config, dtype)
+  lay = functools.partial(_stored, dtype=dtype, mesh=teacher.mesh)
+  config, stored = lay(teacher.loaded, teacher.params)
+  target = sharding.target(transformer.make(config, dtype), teacher.mesh)
   merged = students.merged(student.shared, params)
-  config, own = _stored(student.config, merged, dtype)
+  config, own = lay(student.config, merged)
   vocab_size = target.vocab_size
   if student.features:
     config = feature.Config(config, student.features)
     drafter = feature.make(config, vocab_size, ids=student.ids)
+    drafter = sharding.drafter(drafter, teacher.mesh)
   else:
-    model = transformer.make(config, dtype)
+    model = sharding.target(transformer.make(config, dtype), teacher.mesh)
     drafter = lm.make(model, vocab_size, ids=student.ids)
   room = min(slots, target.context, drafter.context)
   try:
@@ -136,12 +139,16 @@ def measured(
   )[""]
 
 
-def _stored(config, params, dtype):
+def _stored(config, params, dtype, mesh):
   """(config, params) as `load.model` has them for decoding here."""
-  untie, block = load.untie_here(), load.block_here()
+  untie = load.untie_here()
+  block = 0 if mesh is not None else load.block_here()
   if untie and config.tied:
     params = {**params, "head": params["embed"].T}
   if config.block != block:
     params = weights.in_blocks(params, block)
   params = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
-  return weights.as_loaded(config, untie, block), params
+  config = weights.as_loaded(config, untie, block)
+  if mesh is not None:
+    params = sharding.params(mesh, config, params)
+  return config, params

@@ -24,6 +24,7 @@ from specjax import (
   chunks,
   forced,
   losses,
+  multihost,
   objective,
   predict,
   reach,
@@ -119,7 +120,7 @@ def evaluate(
       ids=student.ids,
       chunk=chunk,
     )
-    found = jax.device_get(found)
+    found = multihost.fetch(found)
     parts += [
       jax.tree.map(lambda x, r=r: x[r][some.mask[r]], found)  # noqa: B023
       for r in range(len(rows[start : start + batch]))

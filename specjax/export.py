@@ -17,7 +17,7 @@ import safetensors
 import safetensors.numpy
 
 from specjax import card as cards
-from specjax import data, overlap
+from specjax import data, multihost, overlap
 from specjax.errors import UserError
 from specjax.models import describe, exported, hub, weights
 
@@ -81,8 +81,11 @@ def save(
   folder = Path(os.path.realpath(folder))
   _check_dtype(dtype)
   check_folder(folder)
+  params = multihost.fetch(params)
   tensors = _tensors(draft, params, dtype)
   lacks = _lacks(draft, teacher, reference)
+  if not multihost.first():
+    return
 
   def fill(new):
     _write_model(new, draft, tensors, lacks)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from specjax import loop, reach, sampling, types
+from specjax import loop, multihost, reach, sampling, types
 from specjax.cache import prefill, prefill_taps
 from specjax.drafters import lm
 
@@ -86,7 +86,7 @@ def of_model(
       np.int32(at),
       width=width,
     )
-    found.append(jax.device_get(part))
+    found.append(multihost.fetch(part))
   join = lambda *parts: np.concatenate(parts, 1)[:, :most]
   log_p, drafts = jax.tree.map(join, *found)
   # the text was drawn from p: where a pass of another width rounds a token of

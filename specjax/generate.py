@@ -14,7 +14,15 @@ import numpy as np
 from jax import lax
 
 from specjax import sampling, types
-from specjax.loop import commit, cut, num_slots, output, positions, start
+from specjax.loop import (
+  commit,
+  cut,
+  num_slots,
+  output,
+  placed,
+  positions,
+  start,
+)
 from specjax.rounds import draw_at, keyed_noise, round, score
 
 __all__ = [
@@ -169,7 +177,7 @@ def advance(target, params, state, *, steps, draft=None):
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _advance(target, params, state, steps):
-  return _loop(functools.partial(_step, target, params), state, steps)
+  return _loop(target, functools.partial(_step, target, params), state, steps)
 
 
 @functools.partial(
@@ -193,14 +201,16 @@ def _speculate(
       verifier=verifier,
     )
 
-  return _loop(body, state, steps)
+  return _loop(target, body, state, steps)
 
 
-def _loop(body, state, steps):
+def _loop(target, body, state, steps):
   most = jnp.iinfo(jnp.int32).max
   last = state.steps + jnp.minimum(steps, most - state.steps)
   return lax.while_loop(
-    lambda s: (s.steps < last) & (s.finish == types.RUNNING).any(), body, state
+    lambda s: (s.steps < last) & (s.finish == types.RUNNING).any(),
+    lambda s: placed(target, body(s)),
+    state,
   )
 
 

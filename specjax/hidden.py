@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import data, shards, step, trajectories
+from specjax import data, multihost, shards, step, trajectories
 from specjax.errors import UserError
 
 _ROWS = 64  # texts of a shard
@@ -95,7 +95,8 @@ def _states(teacher, texts, sizes, at, features, batch):
   for i in range(0, len(at), batch):
     rows = np.arange(i, min(i + batch, len(at)))
     fed = tokens[np.resize(rows, batch)]
-    found = np.asarray(_pass(teacher.target, teacher.params, fed, features))
+    found = _pass(teacher.target, teacher.params, fed, features)
+    found = multihost.fetch(found)
     parts += [found[j, : sizes[at[r]]] for j, r in enumerate(rows)]
   found = np.concatenate(parts)
   if not np.isfinite(found).all():

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import adaptive, checks, sampling, types
+from specjax import adaptive, checks, multihost, sampling, types
 from specjax.cache import prefill_taps
 
 SLOT_STEP = 256  # slots come in multiples of this: one program a multiple
@@ -103,7 +103,7 @@ def start(
   state, taps = _prefill(target, features, params, state)
   if draft is None:
     return state
-  return _prefill_draft(draft.drafter, draft.params, state, taps)
+  return _prefill_draft(target, draft.drafter, draft.params, state, taps)
 
 
 def _arrays(ask):
@@ -145,20 +145,30 @@ def _no_logprobs(shape):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _prefill(target, features, params, state):
+  state = placed(target, state)
   fed = state.tokens, _fed(state)
   cache, taps = prefill_taps(target, params, *fed, features)
   if not sampling.needs_history(state.sampling):
-    return state._replace(cache=cache), taps
+    return placed(target, state._replace(cache=cache)), taps
   begin = jax.vmap(sampling.begin, (0, 0, None))
   history = begin(state.tokens, state.length, target.vocab_size)
-  return state._replace(cache=cache, history=history), taps
+  return placed(target, state._replace(cache=cache, history=history)), taps
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _prefill_draft(drafter, draft_params, state, taps):
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _prefill_draft(target, drafter, draft_params, state, taps):
   slots = state.tokens.shape[1]
   draft = drafter.init(draft_params, state.tokens, _fed(state), taps, slots)
-  return state._replace(draft=draft)
+  return placed(target, state._replace(draft=draft))
+
+
+def placed(target, state):
+  """The state where its target wants it, the same from round to round."""
+  if target.place is None:
+    return state
+  rest = dict(stop_ids=state.stop_ids, steps=state.steps)  # not by the row
+  nothing = dict.fromkeys(rest)
+  return target.place(state._replace(**nothing))._replace(**rest)
 
 
 def _fed(state):
@@ -243,18 +253,20 @@ def cut(state, keep):
   Args:
     keep: {row: tokens of its answer to keep}.
   """
-  length, finish = np.array(state.length), np.array(state.finish)
-  prompt_length = np.array(state.prompt_length)
+  rows = state.length, state.finish, state.prompt_length
+  length, finish, prompt_length = map(np.array, multihost.fetch(rows))
   for row, count in keep.items():
     length[row] = prompt_length[row] + count
     finish[row] = types.STOP
-  put = jax.device_put
+  # the devices that they were on; on one, no call of `advance` can tell
+  mesh = isinstance(state.length.sharding, jax.sharding.NamedSharding)
+  put = lambda x: jax.device_put(x, state.length.sharding if mesh else None)
   return state._replace(length=put(length), finish=put(finish))
 
 
 def output(state, max_new_tokens):
   """Read what is committed so far back to the host, as an `Output`."""
-  state = jax.device_get(
+  state = multihost.fetch(
     state._replace(
       cache=None,
       key=None,

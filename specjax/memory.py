@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import psutil
 
-from specjax import cache
+from specjax import cache, sharding
 from specjax.errors import UserError
 from specjax.models import transformer, weights
 
@@ -54,6 +54,19 @@ def _lent(draft, dtype, untie):
   """Bytes of a draft's tree that are the target's arrays; see `load.model`."""
   embedding = jax.numpy.dtype(dtype).itemsize * draft.vocab_size * draft.width
   return embedding * (2 if untie and draft.tied else 1)
+
+
+def on(mesh, parts):
+  """The parts of an `estimate` as one device of a mesh holds them.
+
+  On a CPU all devices share one memory, so it is what all of them hold. What
+  the mesh does not divide is taken for divided: the rest is rounding.
+  """
+  data, model = sharding.sizes(mesh)
+  by_axis = {"weights": model, "draft weights": model, "draft head": model}
+  by_axis |= {"cache": data * model, "draft cache": data * model}
+  devices = data * model if jax.default_backend() == "cpu" else 1
+  return {k: n * devices // by_axis.get(k, data) for k, n in parts.items()}
 
 
 def available():

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specjax import types
+from specjax import sharding, types
 from specjax.drafters import feature, lm, ngram, replay
 from specjax.errors import UserError
 from specjax.models import load as models
@@ -222,11 +222,13 @@ def check_context(draft, needed):
 def load(draft, target, *, dtype, track=lambda paths: paths):
   """Return the `Pair` of an `Opened`; read its weights if it has its own.
 
+  They are laid over the mesh that the target lies on.
+
   Args:
     draft: an `Opened`; target: the `load.Model`.
     dtype, track: as in `load.model`.
   """
-  vocab_size = target.target.vocab_size
+  vocab_size, mesh = target.target.vocab_size, target.mesh
   if draft.name == "ngram":
     return Pair(ngram.make(vocab_size), lambda plain: (), draft)
   if draft.name == "replay":
@@ -234,14 +236,16 @@ def load(draft, target, *, dtype, track=lambda paths: paths):
     params = lambda plain: replay.Params(plain, alpha)
     return Pair(replay.make(vocab_size), params, draft)
   if draft.name == "feature":
-    options = dict(dtype=dtype, track=track, target=target)
+    options = dict(dtype=dtype, track=track, target=target, mesh=mesh)
     params, layers = models.read(draft.own, **options)
     architecture = feature.Config(layers, draft.features)
     drafter = feature.make(architecture, vocab_size, ids=draft.ids)
+    drafter = sharding.drafter(drafter, mesh)
     return Pair(drafter, lambda plain: params, draft)
   model = target
   if draft.own:
-    model = models.model(draft.own, dtype=dtype, track=track, target=target)
+    options = dict(dtype=dtype, track=track, target=target, mesh=mesh)
+    model = models.model(draft.own, **options)
   # an exported head is trimmed already
   ids = draft.ids if model.config.head_size is None else None
   if draft.layers or ids:

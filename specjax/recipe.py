@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from specjax import asked, cli, costs, objective, speak
+from specjax import asked, cli, costs, objective, sharding, speak
 from specjax.errors import UserError
 from specjax.runtime import DTYPES
 from specjax.types import Sampling
@@ -19,6 +19,7 @@ _FREE = (
   "data.about",
   "data.cache",
   "decode_with",
+  "mesh",
 )
 
 
@@ -40,6 +41,7 @@ def check(config):
   ):
     _range(config, key, 1)
   _range(config, "seed", 0, 2**32 - 1)
+  sharding.check(config, "batch_size", "evaluation.batch", "data.batch")
   _range(config, "optimiser.warmup", 0, 0.99)
   for key in ("beta1", "beta2"):
     _range(config, f"optimiser.{key}", 0, 0.999999)

@@ -72,6 +72,7 @@ def build(job, rows, start, at, seconds, interrupted):
     "peak_memory_bytes": memory.peak(),
     "command": start["command"],
     "device": start["device"],
+    "mesh": start["mesh"],
     "versions": start["versions"],
     "config": recipe.plain(config),
   }

@@ -1,9 +1,7 @@
 """The report of a decoding run as one dict, and its JSON file.
 
-  python -m specjax.report sweeps/a
-
-gathers all reports and records of training below a folder. docs/records.md has
-every key; what is told of acceptance is `metrics.Acceptance`.
+`python -m specjax.report sweeps/a` gathers all reports and records of training
+below a folder. docs/records.md has every key.
 """
 
 import hashlib
@@ -14,7 +12,15 @@ from pathlib import Path
 
 import numpy as np
 
-from specjax import memory, metrics, predict, runtime, settings
+from specjax import (
+  memory,
+  metrics,
+  multihost,
+  predict,
+  runtime,
+  settings,
+  sharding,
+)
 from specjax.errors import UserError
 from specjax.models import transformer, weights
 
@@ -69,6 +75,7 @@ def build(
     "peak_memory_bytes": memory.peak(),
     "command": sys.orig_argv,
     "device": runtime.device(),
+    "mesh": dict(zip(sharding.AXES, sharding.sizes(model.mesh), strict=True)),
     "versions": runtime.versions() | {"commit": runtime.commit()},
     "config": config.to_dict(),
   }
@@ -264,6 +271,8 @@ def save(path, report):
 
 def write(path, data):
   """Write bytes to a file, all of them or none."""
+  if not multihost.first():
+    return
   part = _part(path)
   try:
     part.write_bytes(data)

@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from specjax import __version__
+from specjax import __version__, multihost
 from specjax.errors import UserError
 from specjax.models import hub
 
@@ -21,7 +21,7 @@ _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "tokenizers", "gguf")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-def setup(dtype):
+def setup(dtype, join=False):
   """Set JAX up and return the dtype of weights and cache.
 
   "auto" is float32 on a CPU, where narrower weights are slower, and bfloat16
@@ -30,12 +30,17 @@ def setup(dtype):
   cache folder and found again by the next process. Seeds promise the same
   tokens within one version, so the way keys are partitioned is pinned.
 
+  Args:
+    dtype: of DTYPES; join: other processes first, see `multihost.join`.
+
   Raises:
     UserError: JAX cannot start on what JAX_PLATFORMS names.
   """
   # JAX's warnings are for those who write programs, not for those who run one.
   warnings.filterwarnings("ignore", module="jax")
   logging.getLogger("jax").setLevel(logging.ERROR)
+  if join:
+    multihost.join()
   try:
     on_cpu = jax.default_backend() == "cpu"
   except (RuntimeError, AssertionError) as e:  # a missing plugin asserts
@@ -78,10 +83,19 @@ def device():
     "kind": first.device_kind,
     "name": _cpu_name() if first.platform == "cpu" else first.device_kind,
     "count": jax.device_count(),
+    "processes": jax.process_count(),
     "cores": _cores(),
     "machine": platform.machine(),
     "system": platform.system(),
   }
+
+
+def told(device, mesh):
+  """A `device` in words; mesh: how many devices each axis has."""
+  cores = f", {device['cores']} cores" if device["platform"] == "cpu" else ""
+  used, count = "x".join(map(str, mesh)), device["count"]
+  more = f", mesh {used} of {count} devices" if count > 1 else ""
+  return f"{device['name']}{cores}{more}"
 
 
 def _cpu_name():

@@ -119,7 +119,7 @@ def _load(out, config):
     tokens=min(width + max_new, context),
   )
   draft = terminal.open_draft(out, config, opened, sizes)
-  model, pair = terminal.load_pair(out, opened, draft, sizes, dtype)
+  model, pair = terminal.load_pair(out, config, opened, draft, sizes, dtype)
   return agreement.Case(
     model=model,
     pair=pair,

@@ -5,7 +5,9 @@ then the best draft, then the checkpoint. So whatever is in a checkpoint's past
 is on disk, and a run that goes on from it repeats all that is not.
 """
 
+import contextlib
 import functools
+import signal
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +18,7 @@ from specjax import (
   checkpoint,
   evaluate,
   feed,
+  multihost,
   recipe,
   speak,
   step,
@@ -71,7 +74,7 @@ def train(job, fed, state, at, log, asked):
         state, report = job.programs.update(state)
         now, micro = now + 1, 0
         pending.append((now, report))
-      stop = bool(asked)
+      stop = _asked(asked)
       judge = due(config.evaluation.every)
       saving = due(config.checkpoint.every) or stop
       # the newest report stays on the device while the next step begins
@@ -89,6 +92,14 @@ def train(job, fed, state, at, log, asked):
       if micro == 0:
         fed = _refreshed(job, fed, state, now)
   return now
+
+
+def _asked(asked):
+  """Whether any process was asked to stop; the others hear of it here."""
+  number = multihost.most(asked[0] if asked else 0)
+  if number and not asked:
+    asked.append(number)
+  return bool(asked)
 
 
 def _compiled(out, program, *args):
@@ -134,7 +145,7 @@ def _read(job, pending, lag, clock):
   new, tokens = [], 0
   while len(pending) > lag:
     now, report = pending.pop(0)
-    told = jax.device_get(report)
+    told = multihost.fetch(report)
     if told.failed >= 0:
       raise UserError(_failure(job, told))
     if now % job.config.log_every == 0 or now == job.config.steps:
@@ -206,3 +217,25 @@ def save(job, state, number):
   ids = job.student.ids
   told = {"ids": None if ids is None else list(ids), "data": job.digest}
   checkpoint.save(job.saves, number, state, told)
+
+
+@contextlib.contextmanager
+def asked_to_stop():
+  """Give a list, which gets the number of the first SIGINT or SIGTERM.
+
+  The second one is a KeyboardInterrupt.
+  """
+  asked = []
+
+  def heard(number, frame):
+    if asked:
+      raise KeyboardInterrupt
+    asked.append(number)
+
+  kinds = signal.SIGINT, signal.SIGTERM
+  before = {kind: signal.signal(kind, heard) for kind in kinds}
+  try:
+    yield asked
+  finally:
+    for kind, handler in before.items():
+      signal.signal(kind, handler)

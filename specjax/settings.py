@@ -3,7 +3,7 @@
 import json
 import math
 
-from specjax import cli, request, types
+from specjax import cli, request, sharding, types
 from specjax.errors import UserError
 from specjax.runtime import DTYPES
 
@@ -29,6 +29,7 @@ def check(config):
   _one_of("verifier", config.verifier, types.VERIFIERS)
   _range("batch_size", config.batch_size, 1)
   _range("max_new_tokens", config.max_new_tokens, 0)
+  sharding.check(config, "batch_size")
   _range("prompts.limit", config.prompts.limit, 0)
   _range("seed", config.seed, 0, 2**32 - 1)
   _range("sampling.top_k", config.sampling.top_k, -(2**31), 2**31 - 1)

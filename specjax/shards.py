@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import rich.progress
 
+from specjax import multihost
 from specjax.errors import UserError
 
 FORMAT = 1  # of the files; another one is another folder
@@ -80,8 +81,7 @@ def collect(root, settings, count, make, *, tell, watch=QUIET):
   if folder:
     before = _seconds(folder)
     again = lambda line: watch.note(f"{line}; making it again")
-    read = {i: _read(_file(folder, i), again) for i in range(count)}
-    found = {i: shard for i, shard in read.items() if shard is not None}
+    found = _found(folder, range(count), again)
   began, tokens, made = time.perf_counter(), 0, 0
   try:
     watch.step(Progress(len(found), count, 0, 0, 0.0))
@@ -104,6 +104,25 @@ def collect(root, settings, count, make, *, tell, watch=QUIET):
       watch.note(f"{kept}; the same settings go on from there")
     raise
   return [found[i] for i in range(count)]
+
+
+def _found(folder, numbers, note):
+  """{number: shard} of those that are there, the same in every process."""
+  read = lambda some: {
+    i: shard
+    for i in some
+    if (shard := _read(_file(folder, i), note)) is not None
+  }
+  found = read(numbers) if multihost.first() else {}
+  there = multihost.same(list(found))
+  if not multihost.first():
+    found = read(there)
+    if list(found) != there:
+      raise UserError(
+        f"the first process finds {len(there)} shards in {folder}, this one"
+        f" {len(found)}: --multihost needs a folder that every process sees"
+      )
+  return found
 
 
 def load(folder):
@@ -200,6 +219,8 @@ def _write_meta(folder, meta):
 
 def _write(path, fill):
   """Write a file so that it is there whole or not at all."""
+  if not multihost.first():
+    return
   part = path.with_name(f".{path.name}.{os.getpid()}.part")
   try:
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import asked as asks
-from specjax import cli, pair, types, vocabulary
+from specjax import cli, pair, sharding, types, vocabulary
 from specjax.drafters import feature
 from specjax.errors import UserError
 from specjax.models import (
@@ -131,6 +131,7 @@ def make(config, teacher, found=None, *, ids=None, track=lambda leaves: leaves):
   params = {k: x for k, x in start.params.items() if k not in shared}
   describe.to_hf(start.config)  # what cannot be exported is not trained
   model = transformer.make(start.config, jnp.float32)
+  model = sharding.target(model, teacher.mesh)
   return Student(
     None if start.features else model,
     start.config,

@@ -77,7 +77,7 @@ def rows(config, folder, logged, best, fed, costs):
       f"{rates[len(rates) // 2]:,.0f} tokens/s to learn from, median",
     ),
     ("memory", f"{memory.human(memory.peak() or 0)} at peak"),
-    ("device", f"{device['name']}, {device['cores']} cores"),
+    ("device", runtime.told(device, config.mesh)),
     (
       "try it",
       f"python decode.py --config={config.decode_with}"

@@ -2,7 +2,7 @@
 
 import collections
 
-from specjax import memory
+from specjax import memory, runtime
 
 _BAR = 8  # characters of the histogram's longest bar
 _SHOWN = 16  # positions, and bars that may be empty
@@ -219,7 +219,7 @@ def _machine(report, runs):
     ),
     ("sampling", f"{_sampling(config['sampling'])}, seed {config['seed']}"),
     *_stops(config),
-    ("device", _device(report["device"])),
+    ("device", runtime.told(report["device"], report["mesh"].values())),
     ("versions", ", ".join(versions)),
   ]
 
@@ -279,13 +279,6 @@ def _stops(config):
   words = [f"at {config['stop']!r}"] * (config["stop"] != "")
   words += ["not at end tokens"] * config["ignore_eos"]
   return [("stop", ", ".join(words))] if words else []
-
-
-def _device(device):
-  if device["platform"] == "cpu":
-    return f"{device['name']}, {device['cores']} cores"
-  more = f" (1 of {device['count']})" if device["count"] > 1 else ""
-  return f"{device['name']}{more}"
 
 
 def short_name(target):

@@ -12,7 +12,15 @@ import time
 import rich.console
 import rich.progress
 
-from specjax import forecast, memory, pair, schedule, settings
+from specjax import (
+  forecast,
+  memory,
+  multihost,
+  pair,
+  schedule,
+  settings,
+  sharding,
+)
 from specjax.answers import Show
 from specjax.models import hub, load
 
@@ -24,7 +32,11 @@ def console():
   # An encoding that lacks a character must not end the run.
   sys.stdout.reconfigure(errors="backslashreplace")
   return rich.console.Console(
-    stderr=True, highlight=False, markup=False, emoji=False
+    stderr=True,
+    highlight=False,
+    markup=False,
+    emoji=False,
+    quiet=not multihost.first(),
   )
 
 
@@ -137,26 +149,37 @@ def open_draft(out, config, target, sizes):
   return draft
 
 
-def load_pair(out, target, draft, sizes, dtype):
+def load_pair(out, config, target, draft, sizes, dtype):
   """Read the weights of both, once it is told that memory holds them.
 
   Args:
-    target: a `load.Opened`.
+    config: whose mesh they are laid over; target: a `load.Opened`.
     draft: a `pair.Opened`, or None, whose pair is None.
 
   Returns:
     The target's `load.Model` and the `pair.Pair`.
   """
+  mesh = sharding.make(config)
   shape = dict(dtype=dtype, batch=sizes.batch, slots=sizes.slots)
   estimate = memory.estimate(
     target.config, draft=draft, untie=load.untie_here(), **shape
   )
-  note(out, memory.check(estimate))
-  model = load.model(target, dtype=dtype, track=track(out, "reading weights"))
+  note(out, memory.check(memory.on(mesh, estimate)))
+  told_mesh(out, mesh, target.config)
+  bar = track(out, "reading weights")
+  model = load.model(target, dtype=dtype, track=bar, mesh=mesh)
   if draft is None:
     return model, None
+  if draft.own:
+    told_mesh(out, mesh, draft.own.config, "the draft's ")
   bar = track(out, "reading the draft's weights")
   return model, pair.load(draft, model, dtype=dtype, track=bar)
+
+
+def told_mesh(out, mesh, config, whose=""):
+  """Say what of a model a mesh does not divide."""
+  if mesh is not None and (line := sharding.undivided(mesh, config, whose)):
+    note(out, line)
 
 
 def scheduled(out, model, draft, config, sizes, todo):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from specjax import generate, request, types
+from specjax import generate, multihost, request, types
 
 
 class Cost(NamedTuple):
@@ -149,7 +149,7 @@ def measure(
       variants["round", name, k] = a_round
   if whole:
     variants["plain"] = functools.partial(run, None)
-  times = take_turns(variants, turns, track)
+  times = multihost.same(take_turns(variants, turns, track))
   cost = lambda key, each=steps: _cost([x / each for x in times[key]])
   calls = {k + 1: cost(("call", k + 1)) for k in (0, *widths)}
   return {

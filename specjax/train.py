@@ -26,11 +26,14 @@ from specjax import (
   export,
   feed,
   generate,
+  multihost,
   overlap,
+  placing,
   recipe,
   record,
   runtime,
   session,
+  sharding,
   shards,
   step,
   student,
@@ -71,7 +74,8 @@ def _run(config, folder):
   workdir.check(folder, config)
   out = terminal.console()
   dtype = runtime.setup(config.dtype)
-  teacher, fed = _given(config, out, dtype)
+  mesh = sharding.make(config)
+  teacher, fed = _given(config, out, dtype, mesh)
   digest = feed.digest(fed)
   with contextlib.ExitStack() as open_files:
     enter = open_files.enter_context
@@ -89,7 +93,7 @@ def _run(config, folder):
       folder,
       out,
       teacher,
-      draft._replace(params=jax.eval_shape(lambda x: x, draft.params)),
+      draft._replace(params=_shapes(mesh, draft, lambda x: x)),
       digest,
       _costs(config, folder, draft, teacher, out),
       programs(
@@ -98,16 +102,16 @@ def _run(config, folder):
       saves,
       best,
     )
-    state = _state(job, draft.params, optimiser)
+    state = _state(job, draft, optimiser, mesh)
     del draft  # its parameters are the state's now
     at = int(state.step), int(state.micro)
-    start = trainlog.start(at[0], dtype)
+    start = trainlog.start(at[0], dtype, config.mesh)
     trainlog.describe(folder, start)
     if at[0] or at[1]:
       terminal.note(out, f"going on from step {at[0]} of {config.steps}")
     log = enter(trainlog.opened(folder, at[0]))
     workdir.check_best(best, log.rows, session.identity(job))
-    with _asked_to_stop() as asked:
+    with session.asked_to_stop() as asked:
       at = session.train(job, fed, state, at, log, asked)
       checkpoint.wait(saves)
     trainlog.picture(log, config.loss, config.steps)
@@ -122,12 +126,14 @@ def _run(config, folder):
   return 0
 
 
-def _given(config, out, dtype):
+def _given(config, out, dtype, mesh):
   """What a run begins with: the target, a `load.Model`, and its `feed.Feed`."""
   bar = terminal.track(out, "reading weights")
   opened = terminal.open_target(out, config)
   _check_target(config, opened)
-  teacher = load.whole(load.model(opened, dtype=dtype, track=bar))
+  terminal.told_mesh(out, mesh, opened.config)
+  model = load.model(opened, dtype=dtype, track=bar, mesh=mesh)
+  teacher = load.whole(model)
   with shards.shown(out, "sampling answers") as watch:
     found = feed.collect(config, teacher, watch)
     return teacher, feed.split(config, found, watch.note)
@@ -144,13 +150,21 @@ def _check_target(config, opened):
   student.check_target(config.draft, opened)
 
 
-def _state(job, params, optimiser):
+def _shapes(mesh, draft, of):
+  """Shapes of what a function makes of a draft's parameters, and where."""
+  found = jax.eval_shape(of, draft.params)
+  return found if mesh is None else placing.shapes(mesh, draft.config, found)
+
+
+def _state(job, draft, optimiser, mesh):
   """The newest checkpoint's `step.State`, else the first, which is saved."""
   start = functools.partial(step.start, optimiser=optimiser)
-  number = checkpoint.latest(job.saves)
+  number, like = checkpoint.latest(job.saves), _shapes(mesh, draft, start)
   if number is not None:
-    return checkpoint.restore(job.saves, number, jax.eval_shape(start, params))
-  state = start(params)
+    return checkpoint.restore(job.saves, number, like)
+  state = start(draft.params)
+  if mesh is not None:
+    state = placing.put(state, like)
   session.save(job, state, 0)
   checkpoint.wait(job.saves)
   return state
@@ -187,10 +201,13 @@ def programs(config, teacher, draft, optimiser, dtype, answer=None):
   warmup = round(own.warmup * most)
   # an lm is the same at every depth, and says so by having one
   weights = tuple(config.draft.depth_weights) or (1.0,)
-  return step.make(
+  mesh, join = teacher.mesh, student.merged
+  if mesh is not None:
+    join = placing.joined(join, mesh, draft.config)
+  made = step.make(
     teacher.target,
     step.forward(draft, len(weights)),
-    student.merged,
+    join,
     optimiser,
     step.learning_rate(own.learning_rate, warmup, most),
     schedule=config.loss,
@@ -204,6 +221,7 @@ def programs(config, teacher, draft, optimiser, dtype, answer=None):
     ids=draft.ids,
     chunk=config.chunk,
   )
+  return made if mesh is None else placing.steps(made, mesh, draft.config)
 
 
 def _costs(config, folder, draft, teacher, out):
@@ -212,7 +230,7 @@ def _costs(config, folder, draft, teacher, out):
   if config.costs.verify:
     return costs.given(config.costs, K)
   path = folder / workdir.COSTS
-  if path.exists():
+  if multihost.same(path.exists()):
     return _costs_of(json.loads(path.read_text()))
   found = costs.measured(
     draft,
@@ -239,28 +257,6 @@ def _costs_of(kept):
     round=curve(kept["round"]),
     **{key: kept[key] for key in ("batch", "context", "modelled")},
   )
-
-
-@contextlib.contextmanager
-def _asked_to_stop():
-  """Give a list, which gets the number of the first SIGINT or SIGTERM.
-
-  The second one is a KeyboardInterrupt.
-  """
-  asked = []
-
-  def heard(number, frame):
-    if asked:
-      raise KeyboardInterrupt
-    asked.append(number)
-
-  kinds = signal.SIGINT, signal.SIGTERM
-  before = {kind: signal.signal(kind, heard) for kind in kinds}
-  try:
-    yield asked
-  finally:
-    for kind, handler in before.items():
-      signal.signal(kind, handler)
 
 
 def _finish(job, fed, log):

@@ -1,7 +1,7 @@
 """What a training run leaves beside its checkpoints, and shows while it runs.
 
 config.json    the config, resolved
-runs.jsonl     a line a start: command, versions, device, first step
+runs.jsonl     a line a start: command, versions, device, mesh, first step
 record.json    all of it for `python -m specjax.report`, when the run ends
 metrics.jsonl  a line a logged step; no step is there twice
 events.*       the same for TensorBoard, made anew from it at each start
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import rich.progress
 
-from specjax import runtime, terminal
+from specjax import multihost, runtime, terminal
 from specjax.errors import UserError
 
 CONFIG, RUNS, METRICS = "config.json", "runs.jsonl", "metrics.jsonl"
@@ -30,7 +30,7 @@ class Log(NamedTuple):
   """Open files of a run's folder."""
 
   folder: Path
-  metrics: object  # a text file
+  metrics: object  # a text file; None: another process writes
   events: object  # tensorboardX's `EventsWriter`: it writes at once
   rows: list  # of all steps so far
 
@@ -76,7 +76,7 @@ def begin(folder, config):
   write(Path(folder) / CONFIG, json.dumps(config, indent=2) + "\n")
 
 
-def start(step, dtype):
+def start(step, dtype, mesh):
   """Return what there is to say of a run that starts now, at a step."""
   return {
     "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -86,11 +86,14 @@ def start(step, dtype):
     "dtype": str(dtype),
     "versions": runtime.versions() | {"commit": runtime.commit()},
     "device": runtime.device(),
+    "mesh": list(mesh),
   }
 
 
 def describe(folder, line):
   """Write down that a run starts; `line` is of `start`."""
+  if not multihost.first():
+    return
   with written(folder), (Path(folder) / RUNS).open("a") as file:
     file.write(json.dumps(line) + "\n")
 
@@ -102,6 +105,8 @@ def write(path, data):
 
 
 def _replace(path, data):
+  if not multihost.first():
+    return
   part = path.with_name(f".{path.name}.part")
   with open(part, "wb") as file:
     file.write(data.encode() if isinstance(data, str) else data)
@@ -120,6 +125,11 @@ def opened(folder, step):
   from tensorboardX import event_file_writer
 
   folder = Path(folder)
+  if not multihost.first():
+    yield Log(
+      folder, None, None, [r for r in read(folder) if r["step"] <= step]
+    )
+    return
   with written(folder):
     rows = [row for row in read(folder) if row["step"] <= step]
     _replace(folder / METRICS, "".join(map(_line, rows)))
@@ -155,12 +165,13 @@ def append(log, row):
   Raises:
     UserError: it cannot be written.
   """
-  with written(log.folder):
-    log.metrics.write(_line(row))
-    log.metrics.flush()
-    os.fsync(log.metrics.fileno())
-    _to_events(log.events, row)
-    log.events.flush()
+  if log.metrics is not None:
+    with written(log.folder):
+      log.metrics.write(_line(row))
+      log.metrics.flush()
+      os.fsync(log.metrics.fileno())
+      _to_events(log.events, row)
+      log.events.flush()
   log.rows.append(row)
 
 

@@ -28,6 +28,9 @@ class Target(NamedTuple):
   init_cache: Callable  # (batch, slots) -> cache
   vocab_size: int
   context: int  # most positions the model was made for
+  # (tree of arrays [B, ...]) -> the same, laid over the devices of a mesh;
+  # None: all is on one device. See `sharding.target`.
+  place: Callable | None = None
 
 
 class Sampling(NamedTuple):

@@ -11,7 +11,15 @@ import os
 import shutil
 from pathlib import Path
 
-from specjax import checkpoint, export, feed, recipe, summary, trainlog
+from specjax import (
+  checkpoint,
+  export,
+  feed,
+  multihost,
+  recipe,
+  summary,
+  trainlog,
+)
 from specjax.errors import UserError
 
 SAVES, BEST, DRAFT, LOCK = "checkpoints", "best", "draft", trainlog.LOCK
@@ -30,6 +38,10 @@ def locked(folder):
   """
   folder = Path(folder)
   trainlog.config_of(folder)  # before a file is left in somebody's folder
+  multihost.meet("config read")
+  if not multihost.first():
+    yield
+    return
   with _writable(folder):
     folder.mkdir(parents=True, exist_ok=True)
     file = _lock(folder)
@@ -108,7 +120,8 @@ def begin(folder, config):
   That run's best draft would be compared with and exported as this one's, its
   draft's answers trained on, its costs believed.
   """
-  if not checkpoint.numbers(folder / SAVES):
+  multihost.meet("folder checked")
+  if multihost.first() and not checkpoint.numbers(folder / SAVES):
     with trainlog.written(folder):
       for name in (BEST, feed.DRAFTED):
         if (folder / name).exists():
@@ -116,6 +129,7 @@ def begin(folder, config):
       for name in (COSTS, trainlog.RECORD):
         (folder / name).unlink(missing_ok=True)
   trainlog.begin(folder, recipe.plain(config))
+  multihost.meet("folder begun")
 
 
 def check_best(best, rows, run):

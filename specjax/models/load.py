@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from specjax import sharding
 from specjax.errors import UserError
 from specjax.models import (
   exported,
@@ -40,6 +42,7 @@ class Model(NamedTuple):
   tokenizer: tokenizer.Tokenizer
   config: transformer.Config  # as the file has it
   loaded: transformer.Config  # as the parameter tree has it
+  mesh: Any = None  # of `sharding.make`, over which all of it lies
 
 
 def source(reference, console=None, *, draft=False):
@@ -99,19 +102,26 @@ def random(architecture, *, seed=0):
   """
   config = families.from_hf(architecture, where="the architecture")
 
-  def read(*, dtype, untie, track, block=0, lent=None):
+  def read(*, dtype, untie, track, block=0, lent=None, put=None):
     del track, lent  # made in one program; it lacks nothing
     params = transformer.init(config, jax.random.key(seed), dtype)
     if untie and config.tied:
       params["head"] = jnp.copy(params["embed"].T)
     params = weights.in_blocks(params, block)
+    if put:
+      params = sharding.map_named(put, params)
     return params, weights.as_loaded(config, untie, block)
 
   return Opened(config, tokenizer.byte_level(config.vocab_size), read)
 
 
 def model(
-  reference, *, dtype=jnp.float32, track=lambda paths: paths, target=None
+  reference,
+  *,
+  dtype=jnp.float32,
+  track=lambda paths: paths,
+  target=None,
+  mesh=None,
 ):
   """Load a reference, or what `opened` or `random` returned.
 
@@ -120,17 +130,19 @@ def model(
     track: wraps the list of what is read, for a progress bar.
     target: the `Model`, in the same dtype, whose embedding a draft shares; its
       very arrays become the draft's.
+    mesh: of `sharding.make`, which the weights are laid over as they are read.
 
   Raises:
     UserError: the target is not the one that the draft was trained for.
   """
   file = opened(reference) if isinstance(reference, str) else reference
-  params, config = read(file, dtype=dtype, track=track, target=target)
-  target = transformer.make(config, jnp.dtype(dtype))
-  return Model(target, params, file.tokenizer, file.config, config)
+  options = dict(dtype=dtype, track=track, target=target, mesh=mesh)
+  params, config = read(file, **options)
+  target = sharding.target(transformer.make(config, jnp.dtype(dtype)), mesh)
+  return Model(target, params, file.tokenizer, file.config, config, mesh)
 
 
-def read(file, *, dtype, track=lambda paths: paths, target=None):
+def read(file, *, dtype, track=lambda paths: paths, target=None, mesh=None):
   """Return the parameter tree of an `Opened` as it is stored here.
 
   And the `transformer.Config` of that tree, of a feature head that of its own
@@ -140,9 +152,13 @@ def read(file, *, dtype, track=lambda paths: paths, target=None):
   if file.lacks and file.lacks.embedding == "shared":
     lent = borrowed(file, target)
     untie = untie and "head" in lent  # else it would be a copy
-  return file.read(
-    dtype=dtype, untie=untie, block=block_here(), track=track, lent=lent
-  )
+  options = dict(dtype=dtype, untie=untie, track=track, lent=lent)
+  if mesh is None:
+    return file.read(**options, block=block_here())
+  # blocks are for the cache of one CPU
+  put = sharding.put(mesh, file.config)
+  params, config = file.read(**options, block=0, put=put)
+  return params, sharding.cut(mesh, config)
 
 
 def borrowed(file, target):
@@ -184,7 +200,10 @@ def part(model, *, layers, ids=None):
     config = dataclasses.replace(config, tied=False, head_size=len(ids))
   # as in the model's own cache
   target = transformer.make(config, params["embed"].dtype)
-  return Model(target, params, model.tokenizer, config, config)
+  if model.mesh is not None:
+    params = sharding.params(model.mesh, config, params)
+    target = sharding.target(target, model.mesh)
+  return Model(target, params, model.tokenizer, config, config, model.mesh)
 
 
 def _head(params, config, ids):
@@ -204,8 +223,11 @@ def whole(model):
   """Return the model with its matrices whole, itself if they are.
 
   That serves some 32 rows and more at a time, in batched sampling and in
-  training; see `matrix.product`. What was in blocks is copied.
+  training; see `matrix.product`. What was in blocks is copied, and so is what
+  was in the order of a mesh's shards: a draft may begin with these matrices.
   """
+  if model.loaded.shards > 1:
+    return _unsharded(model)
   if not model.loaded.block:
     return model
   params = jax.tree.map(
@@ -213,6 +235,19 @@ def whole(model):
   )
   config = dataclasses.replace(model.loaded, block=0)
   target = transformer.make(config, params["embed"].dtype)
+  return model._replace(target=target, params=params, loaded=config)
+
+
+def _unsharded(model):
+  """The model with its columns in the order of the file, still on its mesh."""
+  mesh, old = model.mesh, model.loaded
+  config = dataclasses.replace(old, shards=1)
+  back = lambda path, x: x[..., np.argsort(sharding.order(old, path, x))]
+  params = sharding.map_named(back, model.params)
+  target = sharding.target(
+    transformer.make(config, params["embed"].dtype), mesh
+  )
+  params = sharding.params(mesh, config, params)
   return model._replace(target=target, params=params, loaded=config)
 
 

@@ -1,6 +1,11 @@
-"""Matrices as they are stored: whole, or in blocks of columns."""
+"""Matrices as they are stored: whole, or in blocks of columns.
+
+And what is made with some that lie side by side in one, over several devices.
+"""
 
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 
 def shape(inner, outer, block):
@@ -46,3 +51,49 @@ def product(x, matrix, dtype=None):
 
 
 _FEW = 64  # rows up to which blocks are no slower
+
+
+def widths(config):
+  """Widths of what a layer has side by side, by the matrix's name.
+
+  Args:
+    config: a `transformer.Config`.
+  """
+  kv = config.kv_heads * config.head_dim
+  return {
+    "qkv": (config.heads * config.head_dim, kv, kv),
+    "gate_up": (config.hidden, config.hidden),
+  }
+
+
+def shards(config):
+  """Shards of such a matrix, by its name: 1 where they do not divide it."""
+  n = {"qkv": config.kv_heads, "gate_up": config.hidden}
+  return {k: 1 if x % config.shards else config.shards for k, x in n.items()}
+
+
+def order(widths, shards):
+  """Columns of matrices side by side, so that each shard has some of every one.
+
+  Args:
+    widths: of the matrices, each divided by the number of shards.
+  """
+  starts = np.cumsum([0, *widths[:-1]])
+  parts = zip(widths, starts, strict=True)
+  each = [np.arange(n).reshape(shards, -1) + at for n, at in parts]
+  return np.concatenate(each, 1).ravel()
+
+
+def cut(x, start, stop, shards, axis=-1):
+  """x[..., start:stop] of an axis in the `order` of so many shards.
+
+  Both ends are between two of the matrices. Nothing leaves its shard.
+  """
+  axis %= x.ndim
+  if shards == 1:
+    return lax.slice_in_dim(x, start, stop, axis=axis)
+  before, behind = x.shape[:axis], x.shape[axis + 1 :]
+  x = x.reshape(*before, shards, -1, *behind)
+  at = start // shards, stop // shards
+  x = lax.slice_in_dim(x, *at, axis=axis + 1)
+  return x.reshape(*before, -1, *behind)

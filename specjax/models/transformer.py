@@ -9,6 +9,7 @@ of them. Nothing outside this file knows Flax.
 
 import dataclasses
 import functools
+import math
 import zlib
 
 import jax
@@ -37,6 +38,7 @@ class Config:
   tied: bool = False  # the head is the transposed embedding
   head_size: int | None = None  # logits of a trimmed head, None: vocab_size
   block: int = 0  # columns of a block that matrices are stored in, 0: whole
+  shards: int = 1  # of the columns of fused matrices, see `matrix.order`
   qkv_bias: bool = False
   out_bias: bool = False
   mlp_bias: bool = False
@@ -72,20 +74,20 @@ def attend(q, layer, mask):
     [B, T, H, head_dim]
   """
   B, T, H, d = q.shape
-  rows, _, S = layer.k.shape  # rows = B * G
-  G = rows // B
+  *lead, _, S = layer.k.shape  # (B * G,) or (B, G)
+  G = math.prod(lead) // B
   # the queries that share a key head are one matrix
   q = q.reshape(B, T, G, H // G, d).transpose(0, 2, 1, 3, 4)
   scores = jnp.einsum(
-    "xnd,xds->xns",
-    q.reshape(rows, -1, d),
+    "...nd,...ds->...ns",
+    q.reshape(*lead, -1, d),
     layer.k,
     preferred_element_type=jnp.float32,
   )
   scores = scores.reshape(B, G, T, H // G, S) * d**-0.5
   scores = jnp.where(mask[:, None, :, None], scores, -jnp.inf)
   weights = jax.nn.softmax(scores, axis=-1).astype(layer.v.dtype)
-  out = jnp.einsum("xns,xsd->xnd", weights.reshape(rows, -1, S), layer.v)
+  out = jnp.einsum("...ns,...sd->...nd", weights.reshape(*lead, -1, S), layer.v)
   out = out.reshape(B, G, T, H // G, d).transpose(0, 2, 1, 3, 4)
   return out.reshape(B, T, H, d)
 
@@ -138,9 +140,11 @@ class Layer(nn.Module):
     linear = functools.partial(Linear, block=c.block)
     y = linear(heads * c.head_dim, c.qkv_bias, name="qkv")(y)
     y = y.reshape(B, T, heads, c.head_dim)
-    turned = rotate(y[:, :, : c.heads + c.kv_heads], *angles)
-    q, k = turned[:, :, : c.heads], turned[:, :, c.heads :]
-    v = y[:, :, c.heads + c.kv_heads :]
+    keys, n = c.heads + c.kv_heads, matrix.shards(c)
+    own = functools.partial(matrix.cut, shards=n["qkv"], axis=2)
+    turned = rotate(own(y, 0, keys), *angles)
+    q, k = own(turned, 0, c.heads), own(turned, c.heads, keys)
+    v = own(y, keys, heads)
     if cache is None or isinstance(cache, kv.Passes):
       own = kv.from_tokens(k, v)
       seen = own if cache is None else kv.side_by_side((*cache.before, own))
@@ -152,7 +156,8 @@ class Layer(nn.Module):
 
     y = RMSNorm(c.norm_eps, name="mlp_norm")(x)
     y = linear(2 * c.hidden, c.mlp_bias, name="gate_up")(y)
-    gate, up = jnp.split(y, 2, axis=-1)
+    own = functools.partial(matrix.cut, shards=n["gate_up"])
+    gate, up = own(y, 0, c.hidden), own(y, c.hidden, 2 * c.hidden)
     y = jax.nn.silu(gate) * up
     return x + linear(c.width, c.mlp_bias, name="down")(y), cache
 
@@ -255,7 +260,7 @@ def _make(config, dtype):
 
 
 def layers(config, params, x, positions, mask, caches):
-  """Apply layers and nothing around them.
+  """Apply layers and nothing else.
 
   Args:
     params: a dict with "layer_0", "layer_1", ...

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from specjax import sharding
 from specjax.drafters import feature
 from specjax.errors import UserError
 from specjax.models import exported, matrix, transformer
@@ -104,7 +105,7 @@ def _leaf(config, path, shape):
       path, shape, {name: shape[:: -1 if transposed else 1]}, transposed
     )
   layer, block, kind = path
-  widths = _widths(config).get(block, shape[-1:])
+  widths = matrix.widths(config).get(block, shape[-1:])
   i = layer.removeprefix("layer_")
   transposed = kind == "kernel"
   parts = {}
@@ -112,15 +113,6 @@ def _leaf(config, path, shape):
     name = f"model.layers.{i}.{part}.{_LEAVES[kind]}"
     parts[name] = (width, shape[0]) if transposed else (width,)
   return Leaf(path, shape, parts, transposed)
-
-
-def _widths(config):
-  """Widths of the parts of a fused block."""
-  kv = config.kv_heads * config.head_dim
-  return {
-    "qkv": (config.heads * config.head_dim, kv, kv),
-    "gate_up": (config.hidden, config.hidden),
-  }
 
 
 def checked(source):
@@ -167,7 +159,14 @@ def checked(source):
 
 
 def load(
-  source, *, dtype, untie=False, block=0, track=lambda leaves: leaves, lent=None
+  source,
+  *,
+  dtype,
+  untie=False,
+  block=0,
+  track=lambda leaves: leaves,
+  lent=None,
+  put=None,
 ):
   """Read the parameter tree of `source` onto the default device.
 
@@ -182,6 +181,7 @@ def load(
     track: wraps the list of leaves that is read, for a progress bar.
     lent: {"embed": array, "head": array} that the source takes from its target,
       as they are to be in the tree.
+    put: (path, array) -> array where it is to lie; None: on the default device.
 
   Returns:
     (params, config); the config says tied=False after `untie`, and the block.
@@ -200,7 +200,8 @@ def load(
     # JAX may keep this very buffer as its own, so nothing writes to it again.
     # Waiting for the copy, if it makes one, bounds the memory to one leaf more.
     value = stored(leaf.path[-1], _read(source, leaf, dtype), block)
-    value = jax.device_put(np.ascontiguousarray(value))
+    value = np.ascontiguousarray(value)
+    value = put(leaf.path, value) if put else jax.device_put(value)
     value = jax.block_until_ready(value)
     _put(params, leaf.path, value)
   return params, as_loaded(source.config, untie, block)
@@ -237,9 +238,7 @@ def stored(name, value, block):
 
 def in_blocks(params, block):
   """A whole tree as `load` stores it."""
-  return jax.tree_util.tree_map_with_path(
-    lambda path, x: stored(path[-1].key, x, block), params
-  )
+  return sharding.map_named(lambda path, x: stored(path[-1], x, block), params)
 
 
 def as_loaded(config, untie, block=0):
