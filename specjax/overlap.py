@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from specjax.errors import UserError
-from specjax.models import tokenizer
+from specjax.models import hub, tokenizer
 
 FILE = "prompt_13grams.npy"  # in an export's folder
 WORDS = 13
@@ -91,3 +91,36 @@ def _damaged(path):
 def shared(hashes, texts):
   """Return [N] bool: whether a text has a run that was trained on."""
   return np.array([np.isin(grams(text), hashes).any() for text in texts], bool)
+
+
+def of_run(reference, batches):
+  """Return what a draft was trained on of the prompts that it is judged by.
+
+  Args:
+    reference: of the draft's weights; batches: list of `answers.Batch`.
+
+  Returns:
+    {"prompts": how many, "shared": the ids of those that share a run}; None
+    where the draft keeps no hashes.
+  """
+  hashes = read(hub.resolve(reference)) if reference else None
+  if hashes is None:
+    return None
+  asked = {a.turn.index: a.turn.prompt for b in batches for a in b.answers}
+  prompts = list(asked.values())
+  texts = [
+    " ".join([*(m["content"] for m in p.history), *p.turns]) for p in prompts
+  ]
+  found = shared(hashes, texts)
+  ids = [p.id for p, was in zip(prompts, found, strict=True) if was]
+  return {"prompts": len(prompts), "shared": ids}
+
+
+def rows(found):
+  """Return what `of_run` found as rows of a table, none where it is None."""
+  if found is None:
+    return []
+  ids, n = found["shared"], found["prompts"]
+  which = f" ({', '.join(ids[:3])}{', ...' * (len(ids) > 3)})" if ids else ""
+  said = f"on {len(ids) or 'none'} of {n} prompts{which}"
+  return [("trained", f"{said}, by runs of {WORDS} words")]

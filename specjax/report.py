@@ -16,6 +16,7 @@ from specjax import (
   memory,
   metrics,
   multihost,
+  overlap,
   predict,
   runtime,
   settings,
@@ -64,6 +65,7 @@ def build(
     **parts,
     "costs": forecast and of_costs(forecast.costs, draft.num_draft),
     "draft": draft and of_draft(draft),
+    "overlap": overlap.of_run(config.draft.weights, batches),
     "model": {
       "parameters": transformer.num_parameters(model.config),
       "dtype": str(np.dtype(dtype)),
@@ -223,9 +225,7 @@ def of_draft(draft):
     "K": draft.num_draft,
     "chosen": draft.chosen or None,  # what draft.schedule made of it, and why
     "verifier": draft.verifier,
-    "parameters": weights.num_parameters(config, draft.features)
-    if config
-    else None,
+    "parameters": config and weights.num_parameters(config, draft.features),
     "layers": list(draft.layers) or None,  # of the target, whose they are
     "features": list(draft.features) or None,  # its layers that are read
     "head": len(draft.ids) if draft.ids else None,

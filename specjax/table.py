@@ -2,7 +2,7 @@
 
 import collections
 
-from specjax import memory, runtime
+from specjax import memory, overlap, runtime
 
 _BAR = 8  # characters of the histogram's longest bar
 _SHOWN = 16  # positions, and bars that may be empty
@@ -212,6 +212,7 @@ def _machine(report, runs):
     ("memory", f"{memory.human(peak)} at peak" if peak else "unknown"),
     ("model", f"{short_name(config['target'])}, {_size(model)}"),
     *([("draft", _draft(report))] if report["draft"] else []),
+    *overlap.rows(report["overlap"]),
     *_schedule(report),
     (
       "program",

@@ -263,7 +263,7 @@ def test_keys_of_the_schema(model, decoder):
   compared = {"exact", "speedup", "compared"}
   drafted = {"tokens_per_call", "alpha", "acceptance_by_position", "draft"}
   drafted |= {"alpha_by_position", "acceptance_histogram", "rounds_tested"}
-  expected = {"predicted", "costs"} | {PLAIN, SPECULATIVE} - names
+  expected = {"predicted", "costs", "overlap"} | {PLAIN, SPECULATIVE} - names
   expected |= compared if decoder != "both" else set()
   expected |= drafted if decoder == PLAIN else set()
   assert nulls == expected

@@ -128,7 +128,7 @@ def _from_hub(reference, cache):
       folder = snapshot_download(
         repo,
         revision=revision,
-        allow_patterns=["*.safetensors", "*.json", "*.jinja"],
+        allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.npy"],
         cache_dir=cache,
         local_files_only=local_only,
       )
