@@ -31,10 +31,12 @@ def _check_lm(asked):
   starts = ("weights", "layers", "architecture")
   given = [key for key in starts if asked[key]]
   if len(given) != 1:
+    # a tuple has no blank on the command line
+    fewer = "; type --config.draft.layers='()'" if "layers" in given else ""
     raise UserError(
       "a draft starts from exactly one of --config.draft.weights=REF,"
       " --config.draft.layers=0,1 and draft.architecture, a dict in the config;"
-      f" got {' and '.join(given) or 'none'}"
+      f" got {' and '.join(given) or 'none'}{fewer}"
     )
   if asked.embedding not in exported.EMBEDDINGS:
     raise UserError(

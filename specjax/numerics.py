@@ -27,9 +27,13 @@ def floats(*args, like=()):
 
 
 def whole(xp, x, name):
-  """x as an integer array; ValueError if it is negative or has a fraction."""
+  """x as an integer array; ValueError if it is negative or has a fraction.
+
+  Or is more than an integer holds: infinity is no count.
+  """
   ok = lambda x: (x >= 0) & (x == np.floor(x))
   check(ok, f"{name} must be a whole number >= 0", x)
+  check(lambda x: x < 2.0**63, f"{name} must be below 2^63", x)
   x = xp.asarray(x)
   return x if xp.issubdtype(x.dtype, xp.integer) else x.astype(int)
 
@@ -128,7 +132,7 @@ def accepted(alpha, k):
   """
   check_alpha(alpha)
   xp, alpha = floats(alpha, like=(k,))
-  most, k = largest(k), whole(xp, k, "k")
+  k, most = whole(xp, k, "k"), largest(k)
 
   def step(i, carry):
     total, run, passes, fails, tests = carry

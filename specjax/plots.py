@@ -35,7 +35,9 @@ def prediction(found):
   left.set_xticks(found["lengths"])
   left.set_xlabel("K, drafted tokens a round")
   left.set_ylabel("S, times as fast as plain decoding")
-  left.set_title("Predicted speed-up at batch 1")
+  modelled = any(d["costs"]["modelled"] for d in found["drafts"].values())
+  how = "Modelled" if modelled else "Predicted"
+  left.set_title(f"{how} speed-up at batch {found['batch']}")
   left.set_ylim(bottom=0)
   left.legend(fontsize="small", frameon=False)
   best_map(figure, right)

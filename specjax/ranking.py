@@ -188,8 +188,9 @@ def winner(found):
 
 
 def label(row):
-  """What a person calls a draft and its sampling."""
-  name = row["draft"].partition("#")[0].rstrip("/").rpartition("/")[2]
+  """What a person calls a draft, of a run "a/draft", and its sampling."""
+  parts = row["draft"].partition("#")[0].rstrip("/").split("/")
+  name = "/".join(parts[-2 if parts[-1] == "draft" else -1 :])
   words = [_runs(name) if _LAYERS.fullmatch(name) else name]
   asked = row["sampling"]
   names = (("temperature", "T"), ("top_p", "top-p"))
@@ -244,7 +245,7 @@ def _merged(rows):
   """One row where the verifiers agree, as they do at T = 0."""
   found = {}
   for row in rows:
-    key = label(row), row["K"], round(row["speedup"], 9)
+    key = row["draft"], label(row), row["K"], round(row["speedup"], 9)
     if key not in found:
       found[key] = row
     else:

@@ -10,6 +10,7 @@ is the bytes that count, so that verification is nearly free. It says what
 measured costs become at another batch or context, as ratios.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -113,17 +114,23 @@ def extrapolate(costs, target, draft, machine, *, batch, context):
   )
 
 
-def there(at, machine):
+def there(at, machine, measured=()):
   """The `There` of two lists of texts, None if both are empty.
 
   Args:
     at: batch and context; machine: bytes/s and FLOP/s.
+    measured: names of reports to be put beside, which are of no such size.
 
   Raises:
     UserError: they do not say it.
   """
   if not at and not machine:
     return None
+  if any(measured):
+    raise UserError(
+      "--measured is of batch 1 as it was timed, --at models S for another"
+      " size; leave one of them away"
+    )
   if len(at) != 2 or len(machine) != 2:
     raise UserError(
       "another size takes both --at=BATCH,CONTEXT and --machine=BYTES/S,FLOP/S"
@@ -132,10 +139,16 @@ def there(at, machine):
   try:
     batch, context = map(int, at)
     bandwidth, peak = map(float, machine)
-    if not min(batch, context, bandwidth, peak) > 0:
-      raise ValueError("it must be above 0")
-  except ValueError as e:
-    raise UserError(f"--at and --machine: {e}") from e
+    right = min(batch, context) > 0
+    right = right and all(0 < x < math.inf for x in (bandwidth, peak))
+  except ValueError:
+    right = False
+  if not right:
+    raise UserError(
+      "--at takes two whole numbers and --machine two numbers, all above 0,"
+      " such as --at=8,2048 --machine=2e10,1.8e11; got"
+      f" --at={','.join(at)} --machine={','.join(machine)}"
+    )
   return There(Machine(bandwidth, peak), batch, context)
 
 

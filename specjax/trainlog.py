@@ -58,7 +58,8 @@ def config_of(folder):
     raise UserError(f"--workdir={folder} is a file; name a folder")
   path = folder / CONFIG
   if not path.exists():
-    if folder.exists() and any(p.name != LOCK for p in folder.iterdir()):
+    begun = {LOCK, _part(path).name}  # a run that was killed as it began
+    if folder.exists() and any(p.name not in begun for p in folder.iterdir()):
       raise UserError(
         f"--workdir={folder} holds files but no run; name a new folder"
       )
@@ -107,12 +108,21 @@ def write(path, data):
 def _replace(path, data):
   if not multihost.first():
     return
-  part = path.with_name(f".{path.name}.part")
-  with open(part, "wb") as file:
-    file.write(data.encode() if isinstance(data, str) else data)
-    file.flush()
-    os.fsync(file.fileno())
-  os.replace(part, path)
+  part = _part(path)
+  try:
+    with open(part, "wb") as file:
+      file.write(data.encode() if isinstance(data, str) else data)
+      file.flush()
+      os.fsync(file.fileno())
+    os.replace(part, path)
+  except BaseException:
+    part.unlink(missing_ok=True)
+    raise
+
+
+def _part(path):
+  """Where a file is written before it gets its name."""
+  return path.with_name(f".{path.name}.part")
 
 
 @contextlib.contextmanager

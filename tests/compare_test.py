@@ -235,7 +235,8 @@ def test_no_report_at_all(tmp_path):
     ("0+1+28+29", "0+1+28+29"),
     ("9+3+0+1+2", "9+3+0..2"),
     ("29", "29"),
-    ("runs/a+b/draft", "draft"),
+    ("runs/a+b/draft", "a+b/draft"),  # or all trained drafts are one
+    ("/models/small/", "small"),
   ],
 )
 def test_many_layers_have_a_short_name(draft, said):
@@ -302,7 +303,7 @@ def test_an_unsteady_clock_is_told():
   assert "round_2 of x by 30%" in ranking.noise(found)
 
 
-def test_the_picture():
+def test_the_picture(monkeypatch):
   """With one draft and with many, with and without what was measured."""
   from specjax import plots
 
@@ -310,15 +311,27 @@ def test_the_picture():
   point = dict(draft="good", verifier="block", K=4, temperature=-1.0)
   point |= dict(top_p=-1.0, tokens_per_call=2.0, speedup=1.4)
   drafts = {
-    "good": dict(costs=dict(C=5.0)),
-    "fast": dict(costs=dict(C=None)),  # free
+    "good": dict(costs=dict(C=5.0, modelled=False)),
+    "fast": dict(costs=dict(C=None, modelled=False)),  # free
   }
+  figures, close = [], plots.plt.close
+  monkeypatch.setattr(plots.plt, "close", figures.append)
   for points in ([], [point]):
     some = ranking.add_measured(copy.deepcopy(rows), points)
-    png = plots.prediction(dict(rows=some, lengths=[1, 4], drafts=drafts))
+    found = dict(rows=some, lengths=[1, 4], drafts=drafts, batch=1)
+    png = plots.prediction(found)
     assert png[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", png[16:24])
     assert 1500 < width < 2500 and 500 < height < 1500
+  drafts["good"]["costs"]["modelled"] = True
+  plots.prediction(found | dict(batch=8))
+  titles = [figure.axes[0].get_title() for figure in figures]
+  assert titles[1:] == [
+    "Predicted speed-up at batch 1",
+    "Modelled speed-up at batch 8",
+  ]
+  for figure in figures:
+    close(figure)
 
 
 def _run(*args):
@@ -391,8 +404,12 @@ def test_a_run(tmp_path):
   [
     (("--drafts=replay",), "--drafts=replay: it knows the answer"),
     (("--at=8,2048",), "takes both --at=BATCH,CONTEXT and --machine="),
-    (("--at=8,x", "--machine=1,1"), "--at and --machine: invalid literal"),
-    (("--at=8,0", "--machine=1,1"), "--at and --machine: it must be above 0"),
+    (("--at=8,x", "--machine=1,1"), "above 0, such as --at=8,2048"),
+    (("--at=8,0", "--machine=1,1"), "got --at=8,0 --machine=1,1"),
+    (
+      ("--at=8,9", "--machine=1,1", "--measured=x.json"),
+      "leave one of them away",
+    ),
     (("--png=/nowhere/x.png",), "cannot write --png=/nowhere/x.png"),
     (("--lengths=300",), "K may be 1 to 254"),
   ],

@@ -4,6 +4,7 @@ The pair is tiny and random. Runs are real: `train.run` in this process, and
 `train_draft.py` in another one where a kill is the point.
 """
 
+import errno
 import json
 import math
 import os
@@ -577,6 +578,7 @@ def test_one_prompt_cannot_be_split(tmp_path, small):
     ({"loss": (("forward_lk", 1.0),)}, "--config.loss: no loss 'forward_lk'"),
     ({"loss": (("js", 0.5),)}, "--config.loss: a schedule's ends must rise"),
     ({"draft.layers": ()}, "a draft starts from exactly one of"),
+    ({"draft.weights": "x"}, r"layers; type --config.draft.layers='\(\)'"),
     ({"draft.features": (1,)}, "draft.features is for .*name=feature"),
     (HEAD | {"data.from_draft": 0.5}, "type --config.data.from_draft=0, got"),
     (HEAD | {"draft.depth_weights": (1.0,)}, "of num_draft=2 needs as many"),
@@ -796,6 +798,29 @@ def test_a_full_disk(tmp_path, small):
   assert "No space left on device" in told and "free space there" in told
   assert checkpoint.numbers(folder / train.SAVES) == [0]
   assert _state(folder)["['step']"] == 0
+
+
+def test_a_disk_that_was_full_at_once(tmp_path, small, monkeypatch):
+  """Nothing is left that would refuse the same command; a kill may leave it."""
+
+  def full(file):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+  folder = tmp_path / "run"
+  with monkeypatch.context() as m:
+    m.setattr(os, "fsync", full)
+    with (
+      pytest.raises(UserError, match="No space left on device"),
+      workdir.locked(folder),
+    ):
+      workdir.begin(folder, small())
+  assert not folder.exists()
+  folder.mkdir()
+  (folder / ".config.json.part").write_text('{"steps')
+  with workdir.locked(folder):
+    workdir.check(folder, small())
+    workdir.begin(folder, small())
+  assert {path.name for path in folder.iterdir()} == {"config.json", "lock"}
 
 
 def test_measured_costs_are_kept_with_the_run():

@@ -75,7 +75,8 @@ def main(argv):
     _TOP_PS.value,
     _TURNS.value,
   )
-  asked = asked._replace(there=roofline.there(_AT.value, _MACHINE.value))
+  there = roofline.there(_AT.value, _MACHINE.value, _MEASURED.value)
+  asked = asked._replace(there=there)
   points = ranking.measured(_MEASURED.value, config, list(asked.configs))
   for flag in (_JSON, _PNG):
     if flag.value is not None:
