@@ -75,6 +75,9 @@ def check_target(asked, opened):
   depth = opened.config.layers
   pair.named_layers(asked.layers, depth)
   features = _features(asked.features, depth)
+  if asked.head and not asked.weights:
+    stop_ids = opened.tokenizer.stop_ids
+    vocabulary.check(asked.head, opened.config.vocab_size, stop_ids)
   if asked.weights:
     _opened(asked, opened, features)
   elif asked.architecture:

@@ -41,6 +41,17 @@ def kept(asked, start, teacher, found, restored):
   )
 
 
+def check(count, vocab_size, stop_ids):
+  """Return the end tokens; raise UserError unless a head has room for them."""
+  ends = [i for i in stop_ids if i < vocab_size]
+  if not max(len(ends), 1) <= count <= vocab_size:
+    raise UserError(
+      f"--config.draft.head must be 0 or in {max(len(ends), 1)}..{vocab_size},"
+      f" the end tokens and the vocabulary, got {count}"
+    )
+  return ends
+
+
 def frequent(found, count, *, vocab_size, stop_ids):
   """Return the sorted ids of a trimmed vocabulary, a tuple of `count`.
 
@@ -55,12 +66,7 @@ def frequent(found, count, *, vocab_size, stop_ids):
     UserError: count is more than there are, or not even the end tokens fit; or
       there are no answers.
   """
-  ends = [i for i in stop_ids if i < vocab_size]
-  if not max(len(ends), 1) <= count <= vocab_size:
-    raise UserError(
-      f"--config.draft.head must be 0 or in {max(len(ends), 1)}..{vocab_size},"
-      f" the end tokens and the vocabulary, got {count}"
-    )
+  ends = check(count, vocab_size, stop_ids)
   t = np.arange(found.tokens.shape[1])
   answer = (t >= found.prompt_length[:, None]) & (t < found.length[:, None])
   if not answer.any():

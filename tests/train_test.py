@@ -696,6 +696,7 @@ def test_two_at_once(whole, tmp_path, small, monkeypatch):
   [
     ({"draft__layers": (0, 7)}, "layers=0,7: the target has layers 0 to 1"),
     ({"length": 513}, "type --config.length=512 or less"),
+    ({"draft__head": 100_000}, "head must be 0 or in"),
     (
       {"draft__layers": (), "draft__weights": "none/such"},
       "none/such does not exist",
