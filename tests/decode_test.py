@@ -167,7 +167,7 @@ def test_both_decoders(cache, prompts, tmp_path, draft):
   assert result["speedup"] == pytest.approx(rates[0] / rates[1])
   assert 0 < result["alpha"] <= 1.0001
   documented.check("Decoding", result)
-  assert result["command"][-1] == f"--json={path}"
+  assert f"--json={path}" in result["command"]
 
 
 def test_a_draft_with_weights_of_its_own(cache, tmp_path):
