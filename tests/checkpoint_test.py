@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import time
 import types
 
 import jax
@@ -120,7 +121,11 @@ def test_a_save_that_fails(tmp_path, small_files, shows):
   with checkpoint.opened(tmp_path, 1) as manager:
     assert checkpoint.latest(manager) == 1
     _same(checkpoint.restore(manager, 1, tree), tree)
-    assert [p.name for p in tmp_path.iterdir()] == ["1"]  # no half-written one
+    until = time.monotonic() + 20  # where threads of others are slow
+    names = lambda: [path.name for path in tmp_path.iterdir()]
+    while names() != ["1"] and time.monotonic() < until:
+      time.sleep(0.1)
+    assert names() == ["1"]  # no half-written one
     checkpoint.save(manager, 2, tree, {})
   assert checkpoint.numbers(tmp_path) == [2]
 
