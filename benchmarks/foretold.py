@@ -140,12 +140,21 @@ def _play(out, model, opened, config, K, todo, alone=False):
     c.draft.num_tokens = K
     c.decoder = "both" if alone else "speculative"
     c.batch_size = 1 if alone else c.batch_size
-  sizes = play.sizes(opened, todo, c)
-  get = functools.partial(terminal.open_model, out, draft=True)
-  draft = terminal.open_draft(out, compare.named(c, get), opened, sizes)
-  draft = pair.load(draft, model, dtype=model.params["embed"].dtype)
+  draft, sizes = drafted(out, model, opened, c, todo)
   play.warm_up(model, draft, c, sizes)
   return list(play.play(model, draft, todo, c, sizes, QUIET))
+
+
+def drafted(out, model, opened, config, todo):
+  """The `pair.Pair` of a config, whose method its weights say, and the sizes.
+
+  Args:
+    opened: the target's `load.Opened`; todo: list of `Prompt`.
+  """
+  sizes = play.sizes(opened, todo, config)
+  get = functools.partial(terminal.open_model, out, draft=True)
+  draft = terminal.open_draft(out, compare.named(config, get), opened, sizes)
+  return pair.load(draft, model, dtype=model.params["embed"].dtype), sizes
 
 
 def _tokens(batches, K):

@@ -15,7 +15,6 @@ it on an otherwise idle machine.
 """
 
 import copy
-import functools
 
 import rich.console
 import rich.table
@@ -26,7 +25,6 @@ from specjax import (
   cli,
   compare,
   pair,
-  play,
   ranking,
   report,
   request,
@@ -78,11 +76,7 @@ def _variants(model, config, opened, todo, out):
   with config.unlocked():
     config.draft.num_tokens = max(lengths)
     config.draft.schedule = "adaptive"
-  get = functools.partial(terminal.open_model, out, draft=True)
-  config = compare.named(config, get)
-  sizes = play.sizes(opened, todo, config)
-  found = terminal.open_draft(out, config, opened, sizes)
-  found = pair.load(found, model, dtype=model.params["embed"].dtype)
+  found, sizes = foretold.drafted(out, model, opened, config, todo)
   constant = lambda K: found._replace(opened=found.opened._replace(num_draft=K))
   chosen = schedule.decide(model, found, config, sizes, todo)
   terminal.note(out, chosen.opened.chosen)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from specjax.errors import UserError
-from specjax.models import hub, tokenizer
+from specjax.models import tokenizer
 
 FILE = "prompt_13grams.npy"  # in an export's folder
 WORDS = 13
@@ -90,20 +90,22 @@ def _damaged(path):
 
 def shared(hashes, texts):
   """Return [N] bool: whether a text has a run that was trained on."""
-  return np.array([np.isin(grams(text), hashes).any() for text in texts], bool)
+  found = [grams(text) for text in texts]
+  # the many are searched once
+  known = np.intersect1d(np.concatenate([hashes[:0], *found]), hashes)
+  return np.array([np.isin(runs, known).any() for runs in found], bool)
 
 
-def of_run(reference, batches):
+def of_run(hashes, batches):
   """Return what a draft was trained on of the prompts that it is judged by.
 
   Args:
-    reference: of the draft's weights; batches: list of `answers.Batch`.
+    hashes: of `read`; batches: list of `answers.Batch`.
 
   Returns:
     {"prompts": how many, "shared": the ids of those that share a run}; None
     where the draft keeps no hashes.
   """
-  hashes = read(hub.resolve(reference)) if reference else None
   if hashes is None:
     return None
   asked = {a.turn.index: a.turn.prompt for b in batches for a in b.answers}

@@ -12,7 +12,6 @@ the script, which saves, and leave neither. Exit code 0 when the point is done,
 
 import contextlib
 import datetime
-import fcntl
 import json
 import math
 import os
@@ -25,7 +24,7 @@ from pathlib import Path
 
 from absl import flags
 
-from specjax import cli, points
+from specjax import cli, files, points, signals
 from specjax.errors import UserError
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
@@ -74,16 +73,8 @@ def _locked(folder):
   The script inherits it, so the folder is held as long as any of both lives.
   What was killed holds nothing.
   """
-  file = os.open(folder / points.LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-  try:
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except BlockingIOError as e:
-    os.close(file)
-    raise UserError(
-      f"another process is at work in {folder}; wait for it"
-    ) from e
-  except OSError:  # a file system without locks
-    pass
+  busy = f"another process is at work in {folder}; wait for it"
+  file = files.hold(folder / points.LOCK, busy)
   try:
     yield file
   finally:
@@ -139,25 +130,20 @@ def _watched(command, folder, lock):
     if child is not None:
       child.send_signal(signal.SIGTERM)
 
-  before = {number: signal.signal(number, hear) for number in _STOPS}
-  try:
-    with open(folder / points.LOG, "w") as log:
-      print("$ python", shlex.join(command), file=log, flush=True)
-      child = subprocess.Popen(
-        [sys.executable, *command],
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},  # in the order of time
-        pass_fds=[lock],
-        process_group=0,
-      )
-      if heard:  # before there was a child to tell
-        child.send_signal(signal.SIGTERM)
-      return child.wait(), next(iter(heard), 0)
-  finally:
-    for number, handler in before.items():
-      signal.signal(number, handler)
+  with signals.heard(_STOPS, hear), open(folder / points.LOG, "w") as log:
+    print("$ python", shlex.join(command), file=log, flush=True)
+    child = subprocess.Popen(
+      [sys.executable, *command],
+      stdin=subprocess.DEVNULL,
+      stdout=log,
+      stderr=subprocess.STDOUT,
+      env=os.environ | {"PYTHONUNBUFFERED": "1"},  # in the order of time
+      pass_fds=[lock],
+      process_group=0,
+    )
+    if heard:  # before there was a child to tell
+      child.send_signal(signal.SIGTERM)
+    return child.wait(), next(iter(heard), 0)
 
 
 def _died(folder, code):

@@ -22,10 +22,8 @@ A point with neither DONE nor FAILED has not run, or was stopped. Nothing here
 imports jax: a point's own process has no use for it.
 """
 
-import contextlib
 import copy
 import json
-import os
 import sys
 import traceback
 from pathlib import Path
@@ -33,7 +31,7 @@ from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
-from specjax import cli, folders
+from specjax import cli, files, folders
 from specjax.errors import UserError
 
 SCHEMA = 1
@@ -270,13 +268,7 @@ def read(path):
 
 def write(path, what):
   """Write JSON, whole or not at all."""
-  part = path.with_name(f".{path.name}.{os.getpid()}")
-  try:
-    part.write_text(json.dumps(what, indent=1) + "\n")
-    os.replace(part, path)
-  finally:
-    with contextlib.suppress(OSError):
-      part.unlink()
+  files.write(path, (json.dumps(what, indent=1) + "\n").encode())
 
 
 def of_file():

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from specjax import (
+  files,
   memory,
   metrics,
   multihost,
@@ -65,7 +66,7 @@ def build(
     **parts,
     "costs": forecast and of_costs(forecast.costs, draft.num_draft),
     "draft": draft and of_draft(draft),
-    "overlap": overlap.of_run(config.draft.weights, batches),
+    "overlap": _overlap(draft, batches),
     "model": {
       "parameters": transformer.num_parameters(model.config),
       "dtype": str(np.dtype(dtype)),
@@ -162,6 +163,11 @@ def _agreement(pairs):
   }
 
 
+def _overlap(draft, batches):
+  own = draft and draft.own
+  return overlap.of_run(own and own.prompts, batches)
+
+
 def _acceptance(batches, draft):
   """`metrics.Acceptance` of all that speculation emitted, null without any."""
   parts = [b.acceptance for b in batches if b.acceptance is not None]
@@ -256,8 +262,8 @@ def check_path(path, flag="json"):
     real = Path(os.path.realpath(path))
     if real.exists() and not real.is_file():
       raise UserError(f"cannot write --{flag}={path}: it is not a file")
-    _part(path).touch()
-    _part(path).unlink()
+    files.part(path).touch()
+    files.part(path).unlink()
   except OSError as e:
     raise UserError(f"cannot write --{flag}={path}: {e.strerror}") from e
 
@@ -273,20 +279,10 @@ def write(path, data):
   """Write bytes to a file, all of them or none."""
   if not multihost.first():
     return
-  part = _part(path)
   try:
-    part.write_bytes(data)
-    os.replace(part, os.path.realpath(path))
+    files.write(path, data)
   except OSError as e:
     raise UserError(f"cannot write {path}: {e.strerror}") from e
-  finally:
-    part.unlink(missing_ok=True)
-
-
-def _part(path):
-  """A file of this process beside `path`, or beside what it links to."""
-  real = Path(os.path.realpath(path))
-  return real.with_name(f".{os.getpid()}.{real.name}")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from specjax import (
   feed,
   multihost,
   recipe,
+  signals,
   speak,
   step,
   student,
@@ -232,10 +233,5 @@ def asked_to_stop():
       raise KeyboardInterrupt
     asked.append(number)
 
-  kinds = signal.SIGINT, signal.SIGTERM
-  before = {kind: signal.signal(kind, heard) for kind in kinds}
-  try:
+  with signals.heard((signal.SIGINT, signal.SIGTERM), heard):
     yield asked
-  finally:
-    for kind, handler in before.items():
-      signal.signal(kind, handler)

@@ -17,7 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import asked as asks
-from specjax import cli, pair, sharding, types, vocabulary
+from specjax import (
+  cli,
+  multihost,
+  pair,
+  sharding,
+  step,
+  types,
+  vocabulary,
+)
 from specjax.drafters import feature
 from specjax.errors import UserError
 from specjax.models import (
@@ -208,17 +216,12 @@ def size(teacher, found, layer):
   tokens, length = np.arange(_SOME)[None] % teacher.config.vocab_size, [_SOME]
   if found is not None:
     tokens, length = found.tokens[:8, :_SOME], found.length[:8]
-  places = np.arange(tokens.shape[1])
-  at = np.broadcast_to(places, tokens.shape)
-  _, taps, _ = teacher.target.apply(
-    teacher.params,
-    jnp.asarray(tokens),
-    jnp.asarray(at),
-    None,
-    features=(layer,),
-  )
-  sizes = np.sqrt(np.square(np.asarray(taps[:, :, 0], np.float32)).mean(-1))
-  return float(np.median(sizes[places < np.asarray(length)[:, None]]))
+  read = jax.jit(step.read, static_argnums=(0, 3))
+  _, taps = read(teacher.target, teacher.params, tokens, (layer,))
+  taps = np.asarray(multihost.fetch(taps)[:, :, 0], np.float32)
+  sizes = np.sqrt(np.square(taps).mean(-1))
+  real = np.arange(tokens.shape[1]) < np.asarray(length)[:, None]
+  return float(np.median(sizes[real]))
 
 
 _SOME = 64  # tokens of a text

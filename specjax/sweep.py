@@ -29,7 +29,7 @@ from pathlib import Path
 from absl import flags
 from ml_collections import config_flags
 
-from specjax import cli, engines, points
+from specjax import cli, engines, points, signals
 from specjax.errors import UserError
 
 _NEEDS = {"slurm": "submitit", "ray": "ray"}
@@ -171,12 +171,8 @@ def _stoppable(launcher):
 
   kinds = [signal.SIGINT, signal.SIGTERM]
   kinds += [signal.SIGHUP] if launcher == "local" else []
-  before = {kind: signal.signal(kind, hear) for kind in kinds}
-  try:
+  with signals.heard(kinds, hear):
     yield heard
-  finally:
-    for kind, handler in before.items():
-      signal.signal(kind, handler)
 
 
 def _define():

@@ -45,18 +45,13 @@ def best(rows, places):
 
 def decoded(rows, places):
   """A row a decoding run; None without any."""
-  own = [row for row in rows if row["kind"] == "decode"]
-  if not own:
-    return None
-  settings = _given(own, naming.settings(own))
-  return _table(
-    own,
+  return _runs(
+    [row for row in rows if row["kind"] == "decode"],
     places,
     {
-      "run": _shown("run", kind="name"),
       "draft": _shown("draft"),
       "K": _shown("K"),
-      "setting": settings,
+      "setting": None,
       "S": _speedup,
       "predicted": _predicted,
       "tokens a call": _shown("tokens_per_call", ".2f"),
@@ -64,23 +59,17 @@ def decoded(rows, places):
       "exact": _exact,
       "plain tokens/s": _rate("plain_tokens_per_second"),
       "tokens/s": _rate("tokens_per_second"),
-      "status": _status,
     },
   )
 
 
 def trained(rows, places):
   """A row a training run; None without any."""
-  own = [row for row in rows if row["kind"] == "training"]
-  if not own:
-    return None
-  settings = _given(own, naming.settings(own))
-  return _table(
-    own,
+  return _runs(
+    [row for row in rows if row["kind"] == "training"],
     places,
     {
-      "run": _shown("run", kind="name"),
-      "setting": settings,
+      "setting": None,
       "seed": _shown("seed"),
       "steps": _shown("steps", ","),
       "best step": _shown("best_step", ","),
@@ -92,9 +81,17 @@ def trained(rows, places):
       "k": _shown("predicted_best_k"),
       "tokens/s": _rate("tokens_per_second"),
       "seconds": _shown("seconds", ",.0f"),
-      "status": _status,
     },
   )
+
+
+def _runs(own, places, columns):
+  """The table of some runs: their names, then columns, one of settings."""
+  if not own:
+    return None
+  columns["setting"] = _given(own, naming.settings(own))  # keeps its place
+  columns = {"run": _shown("run", kind="name")} | columns
+  return _table(own, places, columns | {"status": _status})
 
 
 def _table(rows, places, columns):

@@ -6,7 +6,6 @@ lock          held by the kernel while a process works here, whatever ends it
 """
 
 import contextlib
-import fcntl
 import os
 import shutil
 from pathlib import Path
@@ -15,6 +14,7 @@ from specjax import (
   checkpoint,
   export,
   feed,
+  files,
   multihost,
   recipe,
   summary,
@@ -44,7 +44,11 @@ def locked(folder):
     return
   with _writable(folder):
     folder.mkdir(parents=True, exist_ok=True)
-    file = _lock(folder)
+    file = files.hold(
+      folder / LOCK,
+      f"another train_draft.py is at work in {folder}; wait for it or name a"
+      " new --workdir",
+    )
   try:
     yield
   finally:
@@ -70,28 +74,6 @@ def _writable(folder):
       f"cannot write {e.filename or folder}: {e.strerror or e}; make it"
       " writable, free space there, or name another --workdir"
     ) from e
-
-
-def _lock(folder):
-  """The open file of a lock that is held now."""
-  path = folder / LOCK
-  while True:
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as e:
-      os.close(file)
-      raise UserError(
-        f"another train_draft.py is at work in {folder}; wait for it or name a"
-        " new --workdir"
-      ) from e
-    except OSError:  # a file system without locks
-      return file
-    # whoever held it before may have removed what was opened here
-    with contextlib.suppress(FileNotFoundError):
-      if os.path.samestat(os.fstat(file), os.stat(path)):
-        return file
-    os.close(file)
 
 
 def check(folder, config):

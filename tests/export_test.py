@@ -16,7 +16,15 @@ import student_test as trained
 from pair_test import write_model
 
 from configs import tiny
-from specjax import export, generate, memory, pair, request, student
+from specjax import (
+  export,
+  generate,
+  memory,
+  overlap,
+  pair,
+  request,
+  student,
+)
 from specjax.drafters import lm
 from specjax.errors import UserError
 from specjax.models import describe, exported, families, load, tokenizer
@@ -88,6 +96,19 @@ def test_every_number_comes_back(tmp_path, kind, name):
   for a, b in zip(*trees, strict=True):
     assert a.dtype == jnp.float32
     np.testing.assert_array_equal(a, b)
+
+
+def test_hashes_of_prompts_are_read_with_the_config(tmp_path):
+  """A damaged file is told before anything is decoded, not behind it."""
+  draft, hashes = _student("tied", "both"), np.array([3, 5], np.uint64)
+  folder = _save(tmp_path / "draft", draft, prompts=hashes)
+  opened = _load(folder, trained.teacher()).opened
+  np.testing.assert_array_equal(opened.own.prompts, hashes)
+  np.save(folder / overlap.FILE, hashes[::-1])
+  told = _refused(load.opened, str(folder), draft=True)
+  assert f"{folder / overlap.FILE} is damaged" in told
+  _save(folder, draft)  # unknown
+  assert load.opened(str(folder), draft=True).prompts is None
 
 
 def _kind(draft):

@@ -23,7 +23,9 @@ def in_turns(attend, q, layer, mask):
   B, T, H, _ = q.shape
   row = T * H * mask.shape[-1] * 4  # bytes
   n = _rows(B, row)
-  if B * row < _MANY or n == B or jax.default_backend() != "cpu":
+  # on a mesh, whose caches are [B, G, ...], rows are on several devices already
+  few = B * row < _MANY or n == B or layer.k.ndim == 4
+  if few or jax.default_backend() != "cpu":
     return attend(q, layer, mask)
   turns = lambda x: x.reshape(B // n, -1, *x.shape[1:])
   one = jax.checkpoint(lambda some: attend(*some))

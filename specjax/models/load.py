@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import sharding
+from specjax import overlap, sharding
 from specjax.errors import UserError
 from specjax.models import (
   exported,
@@ -32,6 +32,7 @@ class Opened(NamedTuple):
   tokenizer: tokenizer.Tokenizer
   read: Callable  # (*, dtype, untie, block, track, lent) -> (params, config)
   lacks: exported.Exported | None = None  # of a draft: its target's, or ids
+  prompts: Any = None  # of a draft: `overlap.read`, what it was trained on
 
 
 class Model(NamedTuple):
@@ -79,7 +80,8 @@ def opened(reference, *, console=None, draft=False):
       " watched; shorten eos_token_id in generation_config.json"
     )
   read = functools.partial(weights.load, file)
-  return Opened(file.config, tok, read, file.lacks)
+  hashes = overlap.read(hub.resolve(reference)) if draft else None
+  return Opened(file.config, tok, read, file.lacks, hashes)
 
 
 def _tokenizer(file):
