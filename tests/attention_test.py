@@ -57,3 +57,13 @@ def test_few_scores_are_made_at_once(monkeypatch):
   monkeypatch.setattr(attention, "_MANY", B * T * H * S * 4 + 1)
   attention.in_turns(attend, *_case())
   assert asked == [B]
+
+
+def test_on_a_mesh_rows_stay_where_they_are(monkeypatch):
+  """In turns each device would be sent the others' rows."""
+  attend, asked = _turns(monkeypatch, 1)
+  q, layer, mask = _case()
+  got = attention.in_turns(attend, q, kv.apart(layer, B), mask)
+  assert asked == [B]
+  want = transformer.attend(q, layer, mask)
+  np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7)
