@@ -102,8 +102,9 @@ def _table(own, name):
   tokens = "tokens_per_call" if decode else "predicted_tokens_per_call"
   for row, setting in zip(own, settings, strict=True):
     numbers = [_form(row[key]) for key in (S, tokens, "alpha")]
-    seed = "" if decode else f", seed {row['seed']}"
-    cells = [row["draft"], str(row["K"]), setting + seed, *numbers]
+    words = [setting, "" if decode else f"seed {row['seed']}"]
+    told = ", ".join(filter(None, words))
+    cells = [row["draft"], str(row["K"]), told, *numbers]
     table.add_row(*cells, *[naming.place(row)] * several)
   return table
 
