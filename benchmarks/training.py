@@ -5,8 +5,9 @@ r"""How fast a step of training is, as a share of the matrix products' rate.
 Utilisation = (2 P + 6 Q) tokens/s / (FLOP/s of a large square product at the
 run's precision), P and Q the numbers of target and draft that multiply, heads
 included. Texts are made up, every position is supervised; a micro-batch and its
-step are timed, then the same with the target's hidden states at hand, as with
---config.data.keep_hidden=True. Run it on an idle machine.
+step are timed, then the same with the target's hidden states at hand, then with
+the columns alone that a trimmed head has, as with --config.data.keep_hidden.
+Run it on an idle machine.
 """
 
 import statistics
@@ -16,7 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from specjax import cli, memory, runtime, step, student, terminal, timing, train
+from specjax import (
+  cli,
+  laws,
+  memory,
+  runtime,
+  step,
+  student,
+  terminal,
+  timing,
+  train,
+)
 from specjax import trajectories as texts
 from specjax.models import load, transformer
 
@@ -62,6 +73,18 @@ def _step(programs, draft, optimiser, batch, teacher):
   return lambda: timing.seconds(both)
 
 
+def _trimmed(config, teacher, draft, dtype, kept):
+  """() -> seconds, of a target that has the draft's tokens alone."""
+  zero = np.zeros(kept.tokens.shape, np.int32)
+  known = laws.Normaliser(zero, zero.astype(np.float32))
+  every = range(teacher.config.layers)
+  some = load.part(teacher, layers=every, ids=draft.ids)
+  optimiser = step.optimiser(config.optimiser, config.steps)
+  programs = train.programs(config, some, draft, optimiser, dtype)
+  args = programs, draft, optimiser, kept._replace(normaliser=known)
+  return _step(*args, some)
+
+
 def _variants(config, teacher, draft, dtype, batch):
   """{name: () -> seconds} of steps, and of a product to compare with."""
   optimiser = step.optimiser(config.optimiser, config.steps)
@@ -70,10 +93,13 @@ def _variants(config, teacher, draft, dtype, batch):
   kept = batch._replace(states=np.ones(shape, np.float16))
   run = lambda some: _step(programs, draft, optimiser, some, teacher)
   square, product = jnp.ones((_SIDE, _SIDE), dtype), jax.jit(jnp.matmul)
+  args = config, teacher, draft, dtype, kept
+  trimmed = {"trimmed": _trimmed(*args)} if draft.ids else {}
   return {
     "step": run(batch),
     "kept": run(kept),
     "product": lambda: timing.seconds(product, square, square),
+    **trimmed,
   }
 
 
@@ -96,6 +122,9 @@ def main(argv):
   print(f"target {P / 1e6:.1f} M, draft {Q / 1e6:.2f} M that multiply")
   rate, without = many / spent["step"], many / spent["kept"]
   print(f"{rate:,.0f} tokens/s, {without:,.0f} with hidden states kept")
+  if draft.ids:
+    some = many / spent["trimmed"]
+    print(f"{some:,.0f} with the {len(draft.ids):,} columns of its head alone")
   print(f"{flops / 1e9:,.1f} of {peak / 1e9:,.1f} GFLOP/s: {flops / peak:.2f}")
   print(f"peak memory {memory.human(memory.peak() or 0)}")
   print(f"{runtime.device()['name']}, {dtype}, {config.batch_size} rows")

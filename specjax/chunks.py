@@ -14,10 +14,11 @@ def chunked(values, heads, teacher, student, weights, labels, *, chunk):
 
   Args:
     values: (teacher's logits [B, chunk, V], student's [B, chunk, ..., Vq],
-      labels [B, chunk]) -> a tree of [B, chunk, ...].
+      labels) -> a tree of [B, chunk, ...].
     heads: the two unembeds, hidden states -> logits.
     teacher: [B, T, D], constants; student: [B, T, ..., Dq].
-    weights, labels: [B, T]; where weights are 0 hidden states count as 0.
+    weights: [B, T]; where they are 0 hidden states count as 0.
+    labels: a tree of [B, T, ...].
     chunk: how many positions of each row are unembedded at a time.
 
   Returns:

@@ -23,7 +23,7 @@ from specjax import (
   trajectories,
 )
 from specjax.errors import UserError
-from specjax.models import hub
+from specjax.models import hub, load
 
 CACHE = "trajectories"  # in the user's cache folder
 DRAFTED = "drafted"  # in a run's: what the draft answered
@@ -80,28 +80,41 @@ def _cache(asked):
   return Path(asked.cache) if asked.cache else hub.cache_folder() / CACHE
 
 
-def with_states(config, feed, model, features, watch):
+def with_states(config, feed, model, draft, watch):
   """Return the `Feed` with the target's hidden states, if they are to be kept.
+
+  And with what a trimmed head lacks of the target's laws, if that is a number.
 
   Args:
     model: the target's `load.Model`, its matrices whole.
-    features: of `step.Forward`; watch: a `shards.Watch`.
+    draft: a `student.Student`; watch: a `shards.Watch`.
 
   Raises:
     UserError: see `hidden.collect`.
   """
   if not config.data.keep_hidden:
     return feed
+  args = _cache(config.data), model, feed.train
+  how = dict(batch=config.batch_size, watch=watch)
   states = hidden.collect(
-    _cache(config.data),
-    model,
-    feed.train,
-    features=features,
-    length=config.length,
-    batch=config.batch_size,
-    watch=watch,
+    *args, features=draft.features, length=config.length, **how
   )
+  s = config.sampling
+  truncated = s.top_k > 0 or s.top_p < 1 or s.min_p > 0
+  if draft.ids is not None and not truncated:
+    how |= dict(temperature=s.temperature)
+    states = hidden.normalised(*args, states, **how)
   return feed._replace(states=states)
+
+
+def taught(feed, model, ids):
+  """Return the target's `load.Model` as the steps are to have it.
+
+  Where the rest of its laws is kept its head makes the draft's logits alone.
+  """
+  if feed.states is None or feed.states.normalisers is None:
+    return model
+  return load.part(model, layers=range(model.config.layers), ids=ids)
 
 
 def answer(config, feed):
@@ -150,8 +163,8 @@ def batch(config, feed, number):
   how = dict(length=config.length, prompts=config.data.learn_prompts)
   found = trajectories.batch(feed.train, at, **how)
   if feed.states:
-    states = hidden.rows(feed.states, at, config.length)
-    return found._replace(states=states)
+    states, normaliser = hidden.take(feed.states, at, config.length)
+    return found._replace(states=states, normaliser=normaliser)
   if not own:
     return found
   size = len(feed.drafted.length)

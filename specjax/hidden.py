@@ -1,9 +1,10 @@
 """What the target makes of the training texts, computed once and kept.
 
 A teacher's layers are most of a training step, and their outputs do not change:
-with these at hand only its head is left to compute. They are kept as float16,
-whose rounding (2^-11 of a value) is all that a run with them differs by; held
-out texts are always judged with the target itself.
+with these at hand only its head is left to compute; and of that, if laws are
+not truncated, only the columns that a draft's trimmed head has. They are kept
+as float16, whose rounding (2^-11 of a value) is all that a run with them
+differs by; held out texts are always judged with the target itself.
 """
 
 import functools
@@ -14,10 +15,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import data, multihost, shards, step, trajectories
+from specjax import (
+  chunks,
+  data,
+  laws,
+  multihost,
+  shards,
+  step,
+  trajectories,
+)
 from specjax.errors import UserError
 
 _ROWS = 64  # texts of a shard
+_CHUNK = 32  # positions of a text that have logits at one time
 
 
 class Hidden(NamedTuple):
@@ -26,6 +36,9 @@ class Hidden(NamedTuple):
   states: tuple  # of [N, 1 + F, D] float16, one for each `_ROWS` texts
   first: np.ndarray  # [M] int64, where a text begins in its array
   length: np.ndarray  # [M] int32, tokens that have states
+  # (top, log_sum) [N] each, as states are; None: laws are truncated, or the
+  # draft's head is whole
+  normalisers: tuple | None = None
 
 
 def collect(root, teacher, found, *, features, length, batch, watch):
@@ -71,6 +84,67 @@ def collect(root, teacher, found, *, features, length, batch, watch):
     first - first[np.arange(len(sizes)) // _ROWS * _ROWS],
     sizes,
   )
+
+
+def normalised(root, teacher, found, kept, *, temperature, batch, watch):
+  """Return a `Hidden` with what its laws' logits of some tokens lack.
+
+  Args:
+    kept: of `collect`, of the same texts; temperature: of given texts.
+    root, teacher, found, batch, watch: see `collect`.
+  """
+  own = np.where(np.isnan(found.temperature), temperature, found.temperature)
+  own = own.astype("<f4")
+  settings = {
+    "source": "normalisers",
+    "target": data.fingerprint(teacher),
+    "texts": _digest(found.tokens, kept.length),
+    "temperatures": hashlib.sha256(own.tobytes()).hexdigest(),
+  }
+
+  def shard(i):
+    at = np.arange(len(own))[i * _ROWS : (i + 1) * _ROWS]
+    parts = []
+    for rows in [at[j : j + batch] for j in range(0, len(at), batch)]:
+      full = np.resize(rows, batch)
+      wide = -(-int(kept.length[at].max()) // _ROWS) * _ROWS
+      states, _ = take(kept._replace(normalisers=None), full, wide)
+      args = teacher.params, states[:, :, 0], own[full]
+      some = multihost.fetch(_normalisers(teacher.target, *args))
+      parts += [
+        [x[j, : kept.length[r]] for x in some] for j, r in enumerate(rows)
+      ]
+    top, log_sum = map(np.concatenate, zip(*parts, strict=True))
+    return {"top": top, "log_sum": log_sum, "count": kept.length[at]}
+
+  made = shards.collect(
+    root,
+    settings,
+    len(kept.states),
+    shard,
+    tell=lambda _: {},
+    watch=watch,
+  )
+  return kept._replace(
+    normalisers=tuple((x["top"], x["log_sum"]) for x in made)
+  )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _normalisers(target, params, hidden, temperature):
+  """`laws.Normaliser` [B, T] of hidden states, some positions at a time."""
+  T = jnp.where(temperature > 0, temperature, 1)[:, None, None]
+
+  def some(hidden):
+    logits = target.unembed(params, hidden.astype(jnp.float32))
+    largest = logits.max(-1, keepdims=True)
+    ids = jnp.arange(logits.shape[-1])
+    top = jnp.where(logits == largest, ids, ids[-1]).min(-1)
+    return top, jax.nn.logsumexp(logits / T, axis=-1)
+
+  found = jax.lax.map(some, chunks.split(hidden, _CHUNK))
+  wide = lambda x: jnp.moveaxis(x, 0, 1).reshape(len(hidden), -1)
+  return laws.Normaliser(*map(wide, found))
 
 
 def _wider(root, settings, watch):
@@ -121,11 +195,25 @@ def _pass(target, params, tokens, features):
   return found.astype(jnp.float16)
 
 
-def rows(kept, at, length):
-  """Return [B, length, 1 + F, D] float16 of some texts, zeros behind each."""
-  _, *shape = kept.states[0].shape
-  found = np.zeros((len(at), length, *shape), np.float16)
+def take(kept, at, length):
+  """What there is of some texts, zeros behind each.
+
+  Returns:
+    states [B, length, 1 + F, D] float16 and the `laws.Normaliser` [B, length],
+    None where there are none.
+  """
+  states = _laid(kept, kept.states, at, length)
+  if kept.normalisers is None:
+    return states, None
+  each = zip(*kept.normalisers, strict=True)
+  return states, laws.Normaliser(*(_laid(kept, x, at, length) for x in each))
+
+
+def _laid(kept, parts, at, length):
+  """[B, length, ...] of some texts' parts of [N, ...] arrays."""
+  _, *shape = parts[0].shape
+  found = np.zeros((len(at), length, *shape), parts[0].dtype)
   for out, row in zip(found, at, strict=True):
     first, n = kept.first[row], min(kept.length[row], length)
-    out[:n] = kept.states[row // _ROWS][first : first + n]
+    out[:n] = parts[row // _ROWS][first : first + n]
   return found

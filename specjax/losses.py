@@ -9,71 +9,18 @@ function, of the same name, takes logits:
 
 a loss a position, in float32 (float64 is kept), times `weights` [...] if given.
 Positions of weight 0 may hold NaN: they give 0, and 0 to every gradient. p is a
-constant: nothing flows to the teacher. The rest is said by `laws`.
+constant: nothing flows to the teacher. The rest is said by `laws.laws`.
 
 Nothing is averaged here; `objective.py` sums, over chunks of positions.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.scipy.special import logsumexp, xlogy
 
 from specjax import reach
-from specjax.sampling import probabilities
-from specjax.types import Sampling
-
-PLAIN = Sampling(np.float32(1), np.int32(0), np.float32(1), np.float32(0))
-
-
-def laws(teacher, student, *, sampling=PLAIN, draft_temperature=None, ids=None):
-  """The laws that meet in deployment: p and log q on the draft's vocabulary.
-
-  p is not renormalised there: outside q = 0, so that sum min(p, q) is the
-  acceptance probability whatever was trimmed. Without ids the draft's logits
-  are tokens 0, 1, ...; those beyond V can never be drafted and are cut.
-
-  log q = log softmax(student / draft_temperature), before any truncation of the
-  draft's, which has no derivative. Gradients hold a factor 1 / temperature; no
-  T^2 (Hinton et al. 2015) makes up for it.
-
-  Args:
-    teacher: [..., V] logits; constants.
-    student: [..., Vq] logits.
-    sampling: `Sampling` whose fields broadcast to the positions [...].
-    draft_temperature: [...] too. None: the target's; 1 where it is 0 (greedy).
-    ids: a tuple or NumPy array, the token of each of the draft's logits.
-
-  Returns:
-    p [..., Vq] and log q [..., Vq]; p is NaN where the teacher is broken.
-
-  Raises:
-    ValueError: ids that are no trimmed vocabulary; a bias or penalties.
-  """
-  if any(x is not None for x in sampling[4:]):
-    raise ValueError("a draft is trained without bias, penalties or minimum")
-  V = teacher.shape[-1]
-  student = student[..., :V] if ids is None else student
-  ids = _checked(ids, V, student.shape[-1])
-  law = lambda logits, *fields: probabilities(logits, Sampling(*fields))
-  law = jnp.vectorize(law, signature="(v),(),(),(),()->(v)")
-  p = law(lax.stop_gradient(teacher), *sampling[:4])
-  p = p[..., : len(ids)] if (ids == np.arange(len(ids))).all() else p[..., ids]
-  T = sampling.temperature if draft_temperature is None else draft_temperature
-  z = student.astype(jnp.promote_types(student.dtype, jnp.float32))
-  T = jnp.where(jnp.asarray(T) > 0, T, 1)[..., None].astype(z.dtype)
-  return p, jax.nn.log_softmax(z / T)
-
-
-def _checked(ids, V, Vq):
-  """ids as an array [Vq]; a gather would clamp what is wrong."""
-  ids = np.arange(Vq) if ids is None else np.asarray(ids)
-  if ids.shape != (Vq,) or ids.min() < 0 or ids.max() >= V:
-    raise ValueError(f"ids must be {Vq} tokens, one a logit, in 0..{V - 1}")
-  if len(np.unique(ids)) < Vq:
-    raise ValueError("ids must differ from each other")
-  return ids
+from specjax.laws import PLAIN, checked, laws
 
 
 def _of_logits(equation):
@@ -230,7 +177,7 @@ def log_ratio(p, log_q, labels, *, ids=None):
   p, log_q and ids are those of `laws`. -inf where the draft cannot say x; +inf
   where p(x) = 0: the text is not this target's.
   """
-  here = labels[..., None] == _checked(ids, np.inf, p.shape[-1])  # [..., Vq]
+  here = labels[..., None] == checked(ids, np.inf, p.shape[-1])  # [..., Vq]
   p_x = jnp.where(here, p, 0).sum(-1)
   log_q_x = jnp.where(here, log_q, 0).sum(-1)
   ratio = log_q_x - jnp.log(jnp.where(p_x <= 0, 1, p_x))

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from specjax import chunks, losses, reach, renewal
+from specjax import chunks, laws, losses, reach, renewal
 
 LOSSES = {
   loss.__name__: loss
@@ -160,6 +160,7 @@ def positions(
   student_unembed,
   chunk=32,
   ids=None,
+  known=None,
   **deployment,
 ):
   """alpha and ln rho of every position; both have a gradient.
@@ -172,7 +173,9 @@ def positions(
     chunk: how many positions of each row are unembedded at a time.
     temperature: [B] that each row's text was sampled at: 0 is greedy; where it
       is NaN (given text), and if None, the sampling's.
-    ids: and the other keywords: of `losses.laws`.
+    known: the `laws.Normaliser` [B, T] of positions where teacher_unembed makes
+      logits of ids alone.
+    ids: and the other keywords: of `laws.laws`.
 
   Returns:
     `Positions`.
@@ -180,13 +183,15 @@ def positions(
   how = _deployment(**deployment)
 
   def values(teacher, student, labels):
-    p, log_q = losses.laws(teacher[..., None, :], student, ids=ids, **how)
-    labels = labels[..., None]
+    labels, known = jax.tree.map(lambda x: x[..., None], labels)
+    p, log_q = laws.laws(
+      teacher[..., None, :], student, ids=ids, known=known, **how
+    )
     alpha = losses.acceptance.equation(p, log_q)
     return Positions(alpha, losses.log_ratio(p, log_q, labels, ids=ids))
 
   heads = teacher_unembed, student_unembed
-  args = teacher, by_depth(student), weights, labels
+  args = teacher, by_depth(student), weights, (labels, known)
   found = chunks.chunked(values, heads, *args, chunk=chunk)
   if student.ndim == 4:
     return found
@@ -198,8 +203,8 @@ def by_depth(student):
   return student if student.ndim == 4 else student[:, :, None]
 
 
-def _deployment(*, sampling=losses.PLAIN, temperature=None, **rest):
-  """Keywords of `losses.laws` for [B, T, J] laws."""
+def _deployment(*, sampling=laws.PLAIN, temperature=None, **rest):
+  """Keywords of `laws.laws` for [B, T, J] laws."""
   if temperature is not None:
     own = jnp.where(jnp.isnan(temperature), sampling.temperature, temperature)
     sampling = sampling._replace(temperature=own[:, None, None])
@@ -217,6 +222,7 @@ def _by_positions(
   student_unembed,
   chunk=32,
   ids=None,
+  known=None,
   **deployment,
 ):
   """`Sums` of an equation; the teacher's laws are made once for all depths."""
@@ -227,19 +233,20 @@ def _by_positions(
       f"{student.shape[2]} depths need as many depth_weights, got {share.shape}"
     )
   each = reach.reached(weights, len(share)) * (share / share.sum())
-  xs = lax.stop_gradient(teacher), student, (weights, each)
+  xs = lax.stop_gradient(teacher), student, (weights, each, known)
   xs = jax.tree.map(lambda x: chunks.split(x, chunk), xs)
   teacher_head, fixed = jax.closure_convert(teacher_unembed, xs[0][0])
   student_head, heads = jax.closure_convert(student_unembed, xs[1][0])
   fixed = fixed, how  # traced temperatures too: a custom_vjp closes over none
 
   def sums(heads, student, fixed, teacher, weights):
-    (fixed, how), (weights, each) = fixed, weights
+    (fixed, how), (weights, each, known) = fixed, weights
     teacher = teacher_head(chunks.there(teacher, weights), *fixed)
-    p, log_q = losses.laws(
+    p, log_q = laws.laws(
       teacher[..., None, :],
       student_head(chunks.there(student, weights), *heads),
       ids=ids,
+      known=jax.tree.map(lambda x: x[..., None], known),
       **how,
     )
     loss = losses.weighted(equation(p, log_q), each)

@@ -40,6 +40,7 @@ class Job(NamedTuple):
   folder: Path
   out: Any  # a rich console
   teacher: load.Model  # matrices whole
+  taught: load.Model  # the same, or with the draft's tokens alone in its head
   student: student.Student  # its params are only shapes
   digest: str  # of `feed.digest`
   costs: timing.Costs
@@ -67,7 +68,7 @@ def train(job, fed, state, at, log, asked):
       trainlog.append(log, _judge(job, fed, state, now, _row(now)))
     while now < config.steps and not stop:
       batch = feed.batch(config, fed, now * config.accumulate + micro)
-      args = state, batch, job.teacher.params, job.student.shared
+      args = state, batch, job.taught.params, job.student.shared
       state, micro = accumulate(*args), micro + 1
       if accumulate is not job.programs.accumulate:
         accumulate, clock = job.programs.accumulate, time.perf_counter()

@@ -178,7 +178,8 @@ def make(
   """Return the `Steps` of a pair.
 
   Args:
-    teacher: a `Target`; forward: the draft's `Forward`.
+    teacher: a `Target`, whose head has the draft's tokens alone where batches
+      have a `normaliser`; forward: the draft's `Forward`.
     join: (shared, params) -> the draft's whole parameters.
     optimiser, rate: see `optimiser` and `learning_rate`.
     schedule: of `objective.phase`; steps: of the whole run.
@@ -192,6 +193,7 @@ def make(
 
   def accumulate(state, batch, teacher_params, shared):
     hidden, taps = _teacher(teacher, teacher_params, batch, forward, dtype)
+    known = jax.tree.map(jnp.asarray, batch.normaliser)
     some = functools.partial(chunks.answers, jnp.asarray(batch.mask), answer)
 
     def loss(params):
@@ -203,6 +205,7 @@ def make(
         some(forward.hidden(cast(masters), batch, hidden, taps)),
         some(jnp.asarray(batch.mask, jnp.float32)),
         some(jnp.asarray(batch.labels)),
+        known=jax.tree.map(some, known),
         teacher_unembed=functools.partial(teacher.unembed, teacher_params),
         student_unembed=functools.partial(_head, forward, dtype, masters),
         temperature=jnp.asarray(batch.temperature),

@@ -86,18 +86,20 @@ def _run(config, folder):
     bar = terminal.track(out, "reading the draft's weights")
     draft = student.make(config, teacher, fed.train, ids=ids, track=bar)
     with shards.shown(out, "reading the texts") as watch:
-      fed = feed.with_states(config, fed, teacher, draft.features, watch)
+      fed = feed.with_states(config, fed, teacher, draft, watch)
+    taught = feed.taught(fed, teacher, draft.ids)
     optimiser = step.optimiser(config.optimiser, config.steps)
     job = session.Job(
       config,
       folder,
       out,
       teacher,
+      taught,
       draft._replace(params=_shapes(mesh, draft, lambda x: x)),
       digest,
       _costs(config, folder, draft, teacher, out),
       programs(
-        config, teacher, draft, optimiser, dtype, feed.answer(config, fed)
+        config, taught, draft, optimiser, dtype, feed.answer(config, fed)
       ),
       saves,
       best,
@@ -193,7 +195,7 @@ def programs(config, teacher, draft, optimiser, dtype, answer=None):
   """Return the `step.Steps` of a run.
 
   Args:
-    teacher: a `load.Model`; draft: a `Student`.
+    teacher: of `feed.taught`; draft: a `Student`.
     optimiser: of `step.optimiser`; dtype: what the draft computes in.
     answer: of `feed.answer`.
   """

@@ -6,7 +6,7 @@ run that is resumed sees what an uninterrupted one would have seen.
 """
 
 import hashlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,8 +34,10 @@ class Batch(NamedTuple):
   mask: np.ndarray  # [B, T] bool, whether the label is to be predicted
   length: np.ndarray  # [B] int32, real tokens among the T
   temperature: np.ndarray  # [B] float32
-  # [B, T, 1 + F, D] float16 of `hidden.rows`; None: the target is asked
+  # [B, T, 1 + F, D] float16 of `hidden.take`; None: the target is asked
   states: np.ndarray | None = None
+  # `laws.Normaliser` [B, T] of these; None: all of the target's logits are made
+  normaliser: Any = None
 
 
 class Stats(NamedTuple):

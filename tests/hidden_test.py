@@ -7,7 +7,7 @@ import optax
 import pytest
 import step_test
 
-from specjax import hidden, shards, trajectories
+from specjax import feed, hidden, laws, shards, trajectories
 from specjax.errors import UserError
 
 FEATURES = (1, 0)
@@ -33,7 +33,8 @@ def test_states_are_those_of_the_target(teacher, monkeypatch):
   found = _texts()
   kept = _collect(teacher, found)
   at = np.array([3, 0, 4, 1, 2])
-  mine = hidden.rows(kept, at, 28)
+  mine, none = hidden.take(kept, at, 28)
+  assert none is None
   tokens = trajectories.batch(found, at, 28).tokens
   places = jnp.broadcast_to(jnp.arange(28), tokens.shape)
   state, taps, _ = teacher.target.apply(
@@ -120,7 +121,7 @@ def test_a_step_with_them_is_the_same_step(teacher):
     batch=2,
     watch=shards.QUIET,
   )
-  states = hidden.rows(kept, at, step_test.T)
+  states, _ = hidden.take(kept, at, step_test.T)
   # a head is all that is read of the teacher
   head = {"embed": teacher.params["embed"], "head": teacher.params.get("head")}
   broken = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), teacher.params)
@@ -137,3 +138,82 @@ def test_a_step_with_them_is_the_same_step(teacher):
   # T = 0.05 makes 20 times as much of a logit's rounding
   off = jax.tree.map(jnp.subtract, mine.gradient, right.gradient)
   assert optax.tree.norm(off) < 5e-3 * optax.tree.norm(right.gradient)
+
+
+def _heat(found):
+  """Texts at T = 0, .7 and given, of a deployment at T = .3."""
+  heat = np.array([0, 0.7, np.nan, np.nan, 0], np.float32)
+  return found._replace(temperature=heat), np.array([0, 0.7, 0.3, 0.3, 0])
+
+
+def _normalised(teacher, found, root=None, **how):
+  kept = _collect(teacher, found, root)
+  how = dict(temperature=0.3, batch=2, watch=shards.QUIET) | how
+  return hidden.normalised(root, teacher, found, kept, **how)
+
+
+def test_normalisers_are_those_of_the_kept_states(teacher, monkeypatch):
+  """Whatever the shard, the padding, the batch and the chunk."""
+  monkeypatch.setattr(hidden, "_ROWS", 2)
+  found, heat = _heat(_texts())
+  kept, at = _normalised(teacher, found), np.array([3, 0, 4, 1, 2])
+  states, got = hidden.take(kept, at, 28)
+  states = states[:, :, 0].astype(np.float32)
+  logits = np.asarray(teacher.target.unembed(teacher.params, states))
+  z = logits / np.where(heat > 0, heat, 1)[at, None, None]
+  log_sum = np.asarray(jax.nn.logsumexp(z, axis=-1))
+  for row, text in enumerate(at):
+    n = min(found.length[text], 24)
+    np.testing.assert_array_equal(got.top[row, :n], logits.argmax(-1)[row, :n])
+    np.testing.assert_allclose(got.log_sum[row, :n], log_sum[row, :n], 1e-5)
+    assert not got.top[row, n:].any() and not got.log_sum[row, n:].any()
+
+
+def test_normalisers_are_computed_once(teacher, tmp_path, monkeypatch):
+  """Other temperatures are others, of the texts and of the deployment."""
+  found, _ = _heat(_texts())
+  first = _normalised(teacher, found, tmp_path).normalisers
+  monkeypatch.setattr(hidden, "_normalisers", None)  # not needed any more
+  again = _normalised(teacher, found, tmp_path).normalisers
+  jax.tree.map(np.testing.assert_array_equal, first, again)
+  warm = found._replace(temperature=found.temperature + np.float32(0.1))
+  for other in (dict(found=warm), dict(temperature=0.4)):
+    with pytest.raises(TypeError, match="not callable"):
+      _normalised(**dict(teacher=teacher, found=found, root=tmp_path) | other)
+
+
+def test_a_step_with_a_trimmed_teacher_is_the_same_step(teacher):
+  """Gradient and loss of a trimmed draft, the target's other logits unmade."""
+  sizes = (9, 30), (9, 12), (3, 3), (4, 4), (1, 30)
+  found, _ = _heat(_texts(sizes=sizes))
+  draft = step_test._student(teacher, found, head=50)
+  kept = hidden.collect(
+    None,
+    teacher,
+    found,
+    features=(),
+    length=step_test.T,
+    batch=2,
+    watch=shards.QUIET,
+  )
+  how = dict(temperature=0.3, batch=2, watch=shards.QUIET)
+  kept = hidden.normalised(None, teacher, found, kept, **how)
+  fed = feed.Feed(found, found, None, kept)
+  taught = feed.taught(fed, teacher, draft.ids)
+  own = laws.PLAIN._replace(temperature=np.float32(0.3))
+  at = np.arange(5)
+  states, known = hidden.take(kept, at, step_test.T)
+  batch = trajectories.batch(found, at, step_test.T)._replace(states=states)
+
+  def run(teacher, batch):
+    programs = step_test._programs(teacher, draft, sampling=own)
+    args = step_test._start(draft), batch, teacher.params, draft.shared
+    return programs.accumulate(*args)
+
+  assert taught.params["head"].shape[1] == len(draft.ids) == 50
+  right = run(teacher, batch)
+  mine = run(taught, batch._replace(normaliser=known))
+  for x, y in zip(mine.sums, right.sums, strict=True):
+    np.testing.assert_allclose(x, y, rtol=1e-5)
+  off = jax.tree.map(jnp.subtract, mine.gradient, right.gradient)
+  assert optax.tree.norm(off) < 1e-4 * optax.tree.norm(right.gradient)

@@ -44,7 +44,7 @@ def teacher():
   return load.whole(load.model(load.random(_SIZES | {"num_hidden_layers": 2})))
 
 
-def _student(teacher, **more):
+def _student(teacher, found=None, **more):
   asked = dict(
     name="lm",
     weights="",
@@ -56,7 +56,7 @@ def _student(teacher, **more):
     head=0,
   )
   config = ml_collections.ConfigDict(dict(seed=0, draft=asked | more))
-  return student.make(config, teacher)
+  return student.make(config, teacher, found)
 
 
 def _programs(
@@ -67,6 +67,7 @@ def _programs(
   dtype=jnp.float32,
   answer=None,
   depth_weights=(1.0,),
+  **deployment,
 ):
   return step.make(
     teacher.target,
@@ -81,6 +82,7 @@ def _programs(
     answer=answer,
     depth_weights=depth_weights,
     ids=draft.ids,
+    **deployment,
   )
 
 

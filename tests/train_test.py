@@ -254,7 +254,10 @@ def test_stops_again_and_again(small, whole, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_with_hidden_states_kept(small, tmp_path, cache, monkeypatch):
-  """It is the run without, but for rounding, and goes on bit for bit."""
+  """It is the run without, but for rounding, and goes on bit for bit.
+
+  The draft's head is trimmed: the target's other logits are not made.
+  """
   config = lambda kept: small(data__from_draft=0.0, data__keep_hidden=kept)
   folders = [tmp_path / name for name in ("without", "kept", "stopped")]
   for kept, folder in zip((False, True), folders, strict=False):
