@@ -206,7 +206,7 @@ def test_a_step_with_a_trimmed_teacher_is_the_same_step(teacher):
   batch = trajectories.batch(found, at, step_test.T)._replace(states=states)
 
   def run(teacher, batch):
-    programs = step_test._programs(teacher, draft, sampling=own)
+    programs = step_test._programs(teacher, draft, sampling=own, answer=31)
     args = step_test._start(draft), batch, teacher.params, draft.shared
     return programs.accumulate(*args)
 
