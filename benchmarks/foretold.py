@@ -19,7 +19,16 @@ import matplotlib.pyplot as plt
 import numpy as np
 import rich.table
 
-from specjax import compare, metrics, pair, play, predict, ranking, terminal
+from specjax import (
+  compare,
+  metrics,
+  pair,
+  play,
+  predict,
+  ranking,
+  terminal,
+  title,
+)
 from specjax.models import load
 
 QUIET = play.Show(lambda *a: None, lambda *a: None, lambda: None)
@@ -217,7 +226,7 @@ def table(rows):
     ]
     T = f"{row['temperature']:g}"
     result.add_row(
-      T, ranking.label(row | {"sampling": {}}), str(row["K"]), *cells
+      T, title.label(row | {"sampling": {}}), str(row["K"]), *cells
     )
   return result
 
@@ -252,7 +261,7 @@ def _scatter(ax, rows, key):
   for i, name in enumerate(names):
     own = [r[key] for r in rows if (r["draft"], r["temperature"]) == name]
     label = (
-      f"{ranking.label({'draft': name[0], 'sampling': {}})}, T = {name[1]:g}"
+      f"{title.label({'draft': name[0], 'sampling': {}})}, T = {name[1]:g}"
     )
     measured = [x["measured"] for x in own]
     colour = colours[i % len(colours)]

@@ -25,13 +25,13 @@ from specjax import (
   cli,
   compare,
   pair,
-  ranking,
   report,
   request,
   runtime,
   schedule,
   settings,
   terminal,
+  title,
 )
 from specjax.models import load
 
@@ -160,8 +160,8 @@ def main(argv):
     variants, sizes = _variants(model, c, opened, todo, out)
     variants = {"plain": None, **variants}
     rows = _measure(model, c, variants, sizes, todo, out)
-    title = f"{ranking.label({'draft': name, 'sampling': {}})}, T = {T:g}"
-    rich.console.Console(width=120).print(_table(title, rows))
+    head = f"{title.label({'draft': name, 'sampling': {}})}, T = {T:g}"
+    rich.console.Console(width=120).print(_table(head, rows))
     found += [{"draft": name, "temperature": T, **row} for row in rows]
   if _JSON.value:
     report.save(_JSON.value, {"rows": found, "device": runtime.device()})

@@ -18,6 +18,7 @@ def decoding():
     schedule="constant",  # or auto, one k for the run; adaptive, by the row
     temperature=-1.0,  # of lm's and feature's draws; below 0: the target's
     top_p=-1.0,  # likewise
+    lookup=0,  # feature: copy where so many tokens repeat, 1 to 8; 0 never
     alpha=0.8,  # replay: the share of the plain run's tokens that is kept
   )
   c.verifier = "block"  # or token, coupled: a function of specjax/verify.py

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-BINS = 8  # of the draft's confidence
+BINS = 8  # of the draft's confidence, and as many of copies beside a head
 _PRIOR = 2.0  # tests that a bin begins with, as good as the draft believes
 
 
@@ -35,8 +35,8 @@ class Policy(NamedTuple):
 class Learned(NamedTuple):
   """What a row's past rounds have taught, fields [B, ...]."""
 
-  tested: jax.Array  # [B, BINS] float32
-  overlap: jax.Array  # [B, BINS] float32, of sum min(p, q) over them
+  tested: jax.Array  # [B, 2 BINS] float32
+  overlap: jax.Array  # [B, 2 BINS] float32, of sum min(p, q) over them
   tokens: jax.Array  # [B] float32 emitted
   cost: jax.Array  # [B] float32, plain steps
 
@@ -50,14 +50,20 @@ class Adaptive(NamedTuple):
 
 def begin(batch):
   """Return the `Learned` of rows that believe their draft."""
-  middle = (jnp.arange(BINS) + 0.5) / BINS
-  tested = jnp.full((batch, BINS), _PRIOR, jnp.float32)
+  middle = jnp.tile((jnp.arange(BINS) + 0.5) / BINS, 2)
+  tested = jnp.full((batch, 2 * BINS), _PRIOR, jnp.float32)
   one = jnp.ones(batch, jnp.float32)
   return Learned(tested, tested * middle, one, one)
 
 
+def _is_copy(confidence):
+  return confidence > 1
+
+
 def _bin(confidence):
-  return jnp.clip((confidence * BINS).astype(jnp.int32), 0, BINS - 1)
+  copy = _is_copy(confidence)
+  within = ((confidence - copy) * BINS).astype(jnp.int32)
+  return jnp.clip(within, 0, BINS - 1) + copy * BINS
 
 
 def decide(policy, learned, i, survival, confidence):
@@ -66,14 +72,15 @@ def decide(policy, learned, i, survival, confidence):
   Args:
     i: [] from 0.
     survival: [B] that of the tokens before it, 1 for the first.
-    confidence: [B] in [0, 1], how sure the draft is of its token i before it
-      is drawn; what that is worth is learned.
+    confidence: [B] how sure the draft is of its token i before it is drawn, of
+      `types.Proposal`; what that is worth is learned.
   """
   at = _bin(confidence)[:, None]
   take = lambda x: jnp.take_along_axis(x, at, 1)[:, 0]
   survival = survival * take(learned.overlap) / take(learned.tested)
   rate = learned.tokens / learned.cost
-  more = policy.draft + policy.verify[i + 1] - policy.verify[i]
+  draft = jnp.where(_is_copy(confidence), 0, policy.draft)
+  more = draft + policy.verify[i + 1] - policy.verify[i]
   return survival > rate * more, survival
 
 
@@ -88,9 +95,10 @@ def learn(policy, learned, confidence, overlap, drafted, emitted):
     emitted: [B] tokens; a row with none has ended, and learns nothing.
   """
   real = ~jnp.isnan(overlap) & (emitted > 0)[:, None]
-  one_hot = jax.nn.one_hot(_bin(confidence), BINS) * real[..., None]
+  one_hot = jax.nn.one_hot(_bin(confidence), 2 * BINS) * real[..., None]
   found = jnp.where(real, overlap, 0)
-  spent = policy.draft * drafted + policy.verify[drafted] + policy.overhead
+  asked = jnp.where(_is_copy(confidence).any(1), 0, drafted)  # of a model
+  spent = policy.draft * asked + policy.verify[drafted] + policy.overhead
   return Learned(
     learned.tested + one_hot.sum(1),
     learned.overlap + (one_hot * found[..., None]).sum(1),

@@ -22,12 +22,14 @@ from specjax import (
   sharding,
   terminal,
   timing,
+  title,
 )
 from specjax.errors import UserError
 from specjax.models import load
 
 TIMED = "block"  # the verifier of the timed rounds; the other costs no more
 _LAYERS = re.compile(r"-?\d+(\+-?\d+)*")
+LOOKUP = 2  # tokens that repeat, of draft.lookup where the config has none
 _LONGEST = 1000  # K; more is a slip of the hand
 
 
@@ -56,7 +58,8 @@ def asked(config, drafts, lengths, temperatures=(), top_ps=(), turns=5):
 
   Args:
     config: whose prompts, target and sampling are meant.
-    drafts: `ngram`, layers of the target joined by `+`, or a weight reference.
+    drafts: `ngram`, layers of the target joined by `+`, or a weight reference;
+      one of a feature head with `+ngram` behind it copies first, see LOOKUP.
     lengths: K; temperatures, top_ps: of language models; none, or one below
       0: as in the config.
     turns: times that each cost is measured.
@@ -109,10 +112,14 @@ def _config(name, config, K):
       "--drafts=replay: it knows the answer; there is nothing to predict"
     )
   c = copy.deepcopy(config)
+  copies, name = name.endswith(title.COPIES), title.without_copies(name)
   with c.unlocked():
     c.decoder, c.verifier = "both", TIMED
     c.draft.num_tokens, c.draft.weights, c.draft.layers = K, "", ()
+    c.draft.lookup = (c.draft.lookup or LOOKUP) if copies else 0
     c.draft.name = "ngram" if name == "ngram" else "lm"
+    if copies:
+      c.draft.name = "feature"
     if _LAYERS.fullmatch(name):
       c.draft.layers = tuple(map(int, name.split("+")))
     elif name == "ngram":

@@ -5,7 +5,7 @@ Works on rows of `rows.flat` and on records that nobody has checked.
 
 import json
 
-from specjax import ranking
+from specjax import title
 from specjax.lenient import config_of, number, printable
 
 # keys that are told otherwise than as a run's setting
@@ -13,7 +13,7 @@ _PLACE = {"target", "dtype"}
 _OF_DRAFT = {
   f"draft.{key}"
   for key in ("name", "weights", "layers", "features", "architecture")
-  + ("head", "temperature", "top_p", "alpha", "num_tokens")
+  + ("head", "temperature", "top_p", "alpha", "lookup", "num_tokens")
 }
 _SHORT = {"sampling.temperature": "T", "batch_size": "batch"}
 
@@ -132,6 +132,7 @@ def _draft(record):
       ("head", "head", 1),
       ("temperature", "T", 0),
       ("top_p", "top-p", 0),
+      ("lookup", "copies of", 1),
     )
     if (value := number(get(key))) is not None and value >= least
   ]
@@ -140,6 +141,6 @@ def _draft(record):
   return (
     str(get("name")),
     str(get("weights") or ""),
-    ranking.label({"draft": "+".join(map(str, layers)), "sampling": {}}),
+    title.label({"draft": "+".join(map(str, layers)), "sampling": {}}),
     *own,
   )

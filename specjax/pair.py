@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specjax import sharding, types
-from specjax.drafters import feature, lm, ngram, replay
+from specjax.drafters import feature, hybrid, lm, ngram, replay
 from specjax.errors import UserError
 from specjax.models import load as models
 from specjax.models import transformer
@@ -33,6 +33,7 @@ class Opened(NamedTuple):
   top_p: float = -1.0  # as temperature
   chosen: str = ""  # in words, what a schedule made of it and why
   features: tuple[int, ...] = ()  # layers of the target that it reads
+  lookup: int = 0  # tokens that repeat where it copies, 0: it never does
 
 
 class Pair(NamedTuple):
@@ -89,6 +90,7 @@ def opened(config, target, open_model=_opened):
     ids=ids,
     config=architecture,
     features=features(own),
+    lookup=asked.lookup,
   )
 
 
@@ -241,6 +243,8 @@ def load(draft, target, *, dtype, track=lambda paths: paths):
     architecture = feature.Config(layers, draft.features)
     drafter = feature.make(architecture, vocab_size, ids=draft.ids)
     drafter = sharding.drafter(drafter, mesh)
+    if draft.lookup:
+      drafter = hybrid.make(drafter, vocab_size, least=draft.lookup)
     return Pair(drafter, lambda plain: params, draft)
   model = target
   if draft.own:

@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.colors import BoundaryNorm
 
-from specjax import ranking, theory
+from specjax import theory, title
 
 _ALPHA = np.linspace(0.01, 0.99, 200)
 _COST_RATIO = np.geomspace(1, 100, 200)
@@ -66,7 +66,7 @@ def _curves(axes, best, colours):
   for name, rows in best.items():
     K, colour = [row["K"] for row in rows], colours[name]
     low, high = zip(*(row["speedup_interval"] for row in rows), strict=True)
-    text = f"{ranking.label(rows[0])}, {rows[0]['verifier']}"
+    text = f"{title.label(rows[0])}, {rows[0]['verifier']}"
     S = [row["speedup"] for row in rows]
     axes.plot(K, S, "o-", color=colour, label=text, markersize=4)
     axes.fill_between(K, low, high, color=colour, alpha=0.15, linewidth=0)

@@ -2,14 +2,13 @@
 
 import itertools
 import json
-import re
 import sys
 from pathlib import Path
 
 import rich.console
 import rich.table
 
-from specjax import compare, predict, report
+from specjax import compare, predict, report, title
 from specjax.errors import UserError
 
 RULES = ("block", "token")
@@ -89,6 +88,8 @@ def _measured(path, config, names):
   name = (
     asked["weights"] or "+".join(map(str, asked["layers"])) or asked["name"]
   )
+  if asked.get("lookup", 0):  # there was none in older ones
+    name += title.COPIES
   if name not in names or batch != 1 or not speedup:
     raise UserError(
       f"--measured={path}: {name} at batch {batch} is not what is predicted:"
@@ -171,7 +172,7 @@ def winner(found):
   if not best:
     return (
       "no draft pays: plain decoding is faster than the best,"
-      f" {label(rival)} at K = {rival['K']}: {rival['speedup']:.2f} x"
+      f" {title.label(rival)} at K = {rival['K']}: {rival['speedup']:.2f} x"
     )
   flags = [f"--config.draft.num_tokens={best['K']}"]
   draft = found["drafts"][best["draft"]]
@@ -180,37 +181,14 @@ def winner(found):
     layers = ",".join(map(str, draft["layers"]))
     flags.append(f"--config.draft.layers={layers}")
   elif draft["name"] != "ngram":
-    flags.append(f"--config.draft.weights={best['draft']}")
+    weights = title.without_copies(best["draft"])
+    flags.append(f"--config.draft.weights={weights}")
+  if draft["lookup"]:
+    flags.append(f"--config.draft.lookup={draft['lookup']}")
   for key, value in best["sampling"].items():
     flags.append(f"--config.draft.{key}={value:g}")
   flags.append(f"--config.verifier={best['verifier']}")
-  return f"{label(best)}: {best['speedup']:.2f} x with {' '.join(flags)}"
-
-
-def label(row):
-  """What a person calls a draft, of a run "a/draft", and its sampling."""
-  parts = row["draft"].partition("#")[0].rstrip("/").split("/")
-  name = "/".join(parts[-2 if parts[-1] == "draft" else -1 :])
-  words = [_runs(name) if _LAYERS.fullmatch(name) else name]
-  asked = row["sampling"]
-  names = (("temperature", "T"), ("top_p", "top-p"))
-  words += [f"{short} {asked[k]:g}" for k, short in names if k in asked]
-  return " ".join(words)
-
-
-_LAYERS = re.compile(r"\d+(\+\d+)*")
-
-
-def _runs(layers):
-  """0+1+2+3+9 as 0..3+9: some thirty numbers would fill a picture."""
-  found = []
-  for i in map(int, layers.split("+")):
-    if found and found[-1][1] == i - 1:
-      found[-1][1] = i
-    else:
-      found.append([i, i])
-  short = lambda a, b: f"{a}..{b}" if b - a > 1 else f"{a}+{b}" if b > a else a
-  return "+".join(str(short(a, b)) for a, b in found)
+  return f"{title.label(best)}: {best['speedup']:.2f} x with {' '.join(flags)}"
 
 
 _COLUMNS = (
@@ -236,7 +214,7 @@ def table(found):
     cells += [f"{point['speedup']:.2f}" if point else ""] * some
     style = "bold" if row is rows[0] else None
     result.add_row(
-      label(row), row["verifier"], str(row["K"]), *cells, style=style
+      title.label(row), row["verifier"], str(row["K"]), *cells, style=style
     )
   return result
 
@@ -245,7 +223,7 @@ def _merged(rows):
   """One row where the verifiers agree, as they do at T = 0."""
   found = {}
   for row in rows:
-    key = row["draft"], label(row), row["K"], round(row["speedup"], 9)
+    key = row["draft"], title.label(row), row["K"], round(row["speedup"], 9)
     if key not in found:
       found[key] = row
     else:

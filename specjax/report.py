@@ -235,6 +235,7 @@ def of_draft(draft):
     "layers": list(draft.layers) or None,  # of the target, whose they are
     "features": list(draft.features) or None,  # its layers that are read
     "head": len(draft.ids) if draft.ids else None,
+    "lookup": draft.lookup or None,  # tokens that repeat where it copies
   }
 
 

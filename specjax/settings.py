@@ -141,6 +141,12 @@ def _check_draft(draft):
       "--config.draft.layers must be layer numbers, such as 0,1,29, got"
       f" {','.join(map(str, draft.layers)) or 'nothing'}"
     )
+  _range("draft.lookup", draft.lookup, 0, 8)
+  _check_method(draft)
+
+
+def _check_method(draft):
+  """Refuse what the draft's method needs and lacks, or what is another's."""
   chosen = [k for k in ("weights", "layers") if draft[k]]
   if draft.name == "lm" and len(chosen) != 1:
     raise UserError(
@@ -152,6 +158,11 @@ def _check_draft(draft):
     raise UserError(
       "--config.draft.name=feature needs --config.draft.weights=FOLDER, a head"
       " that train_draft.py exported"
+    )
+  if draft.lookup and draft.name != "feature":
+    raise UserError(
+      "--config.draft.lookup is for --config.draft.name=feature, whose head can"
+      f" sit out a round; the draft is {draft.name}"
     )
   given = chosen + ["head"] * (draft.head > 0)
   given += [k for k in ("temperature", "top_p") if draft[k] >= 0]

@@ -33,9 +33,6 @@ def rows(config, folder, logged, best, fed, costs):
   judged = {row["step"]: row for row in logged if KEY in row}
   first, chosen = judged[min(judged)], judged[best]
   K = config.draft.num_tokens
-  change = lambda key, form: f"{first[key]:{form}} to {chosen[key]:{form}}"
-  low, high = (chosen[f"{TOKENS}_{end}"] for end in ("low", "high"))
-  token = chosen["mix/E_N_token"]
   size = f"{config.batch_size} x {config.length}"
   if config.accumulate > 1:
     size = f"{config.accumulate} x {size}"
@@ -55,17 +52,7 @@ def rows(config, folder, logged, best, fed, costs):
       f"{steps[0]['loss']:.3f}, {config.loss[0][0]}, to"
       f" {steps[-1]['loss']:.3f}, {config.loss[-1][0]}",
     ),
-    ("alpha", f"{change('mix/alpha', '.2f')}, held out"),
-    ("agreement", f"{change('mix/agreement', '.2f')} of greedy tokens"),
-    (
-      "predicted",
-      f"{change(TOKENS, '.2f')} ({low:.2f} to {high:.2f}) tokens a round of"
-      f" K = {K}, block; {token:.2f}, token",
-    ),
-    (
-      "speed-up",
-      f"{change(KEY, '.2f')} x, predicted at K = {_best_k(chosen)}",
-    ),
+    *_worth(first, chosen, K),
     (
       "costs",
       f"{'given' if costs.modelled else 'measured'}: C"
@@ -87,5 +74,18 @@ def rows(config, folder, logged, best, fed, costs):
   ]
 
 
-def _best_k(row):
-  return int(row["mix/k_block"])
+def _worth(first, chosen, K):
+  """What held-out texts say, of the first evaluation and of the chosen one."""
+  change = lambda key, form: f"{first[key]:{form}} to {chosen[key]:{form}}"
+  low, high = (chosen[f"{TOKENS}_{end}"] for end in ("low", "high"))
+  k, token = int(chosen["mix/k_block"]), chosen["mix/E_N_token"]
+  return [
+    ("alpha", f"{change('mix/alpha', '.2f')}, held out"),
+    ("agreement", f"{change('mix/agreement', '.2f')} of greedy tokens"),
+    (
+      "predicted",
+      f"{change(TOKENS, '.2f')} ({low:.2f} to {high:.2f}) tokens a round of"
+      f" K = {K}, block; {token:.2f}, token",
+    ),
+    ("speed-up", f"{change(KEY, '.2f')} x, predicted at K = {k}"),
+  ]

@@ -132,8 +132,9 @@ class Proposal(NamedTuple):
   tokens: jax.Array  # [B, K] int32
   probs: jax.Array  # [B, K, V] the very law each was drawn from
   length: jax.Array  # [B] int32 in 0..K, how many are real
-  # [B, K] in [0, 1], how sure the draft was of each before it was drawn; None
-  # from a draft that never stops early
+  # [B, K] in [0, 1], how sure the draft was of each before it was drawn, 1 more
+  # of a copy beside a head (`drafters/hybrid.py`); None from a draft that never
+  # stops early
   confidence: jax.Array | None = None
 
 

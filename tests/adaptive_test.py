@@ -147,7 +147,7 @@ def test_learn():
     emitted=jnp.array([2, 1, 0]),
   )
   more = jax.tree.map(lambda x, y: np.asarray(x - y), got, before)
-  tested, overlap = np.zeros((2, 3, adaptive.BINS))
+  tested, overlap = np.zeros((2, 3, 2 * adaptive.BINS))
   tested[0, 7], overlap[0, 7] = 1, 0.5
   tested[1, [0, 4]], overlap[1, [0, 4]] = 1, [0.25, 0.75]
   np.testing.assert_allclose(more.tested, tested)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from configs import tiny
-from specjax import compare, pair, play, predict, ranking, timing
+from specjax import compare, pair, play, predict, ranking, timing, title
 from specjax.errors import UserError
 from specjax.models import load
 
@@ -103,6 +103,10 @@ def test_weights_are_of_the_method_that_they_say(tmp_path):
   found = _opened(f"0,{folder},ngram")
   assert [x.name for x in found.values()] == ["lm", "feature", "ngram"]
   assert found[folder].features == (1, 2)
+  copies = f"{folder}{title.COPIES}"
+  found = _opened(f"{folder},{copies}")
+  assert [x.lookup for x in found.values()] == [0, compare.LOOKUP]
+  assert {x.name for x in found.values()} == {"feature"}
   config = tiny.get_config()
   config.draft.head = 300
   asked = compare.asked(config, [folder], ["1"])
@@ -237,18 +241,19 @@ def test_no_report_at_all(tmp_path):
     ("29", "29"),
     ("runs/a+b/draft", "a+b/draft"),  # or all trained drafts are one
     ("/models/small/", "small"),
+    ("runs/a/draft+ngram", "a/draft and copies"),
   ],
 )
 def test_many_layers_have_a_short_name(draft, said):
-  assert ranking.label(dict(draft=draft, sampling={})) == said
+  assert title.label(dict(draft=draft, sampling={})) == said
 
 
 def test_the_winner_says_what_to_type():
   rows, _, _ = _rows()
   rows = ranking.add_measured(rows, [])
   drafts = {
-    "good": dict(name="lm", layers=[0, 2]),
-    "fast": dict(name="ngram", layers=None),
+    "good": dict(name="lm", layers=[0, 2], lookup=None),
+    "fast": dict(name="ngram", layers=None, lookup=None),
   }
   found = dict(rows=rows, winner=rows[0], drafts=drafts)
   best = rows[0]
@@ -260,6 +265,11 @@ def test_the_winner_says_what_to_type():
   said = ranking.winner(found | dict(winner=other))
   assert "good T 0.5: " in said and "draft.temperature=0.5" in said
   assert "--config.draft.name=lm --config.draft.layers=0,2" in said
+  copies = f"runs/a/draft{title.COPIES}"
+  head = dict(name="feature", layers=None, lookup=3)
+  best = best | dict(draft=copies)
+  said = ranking.winner(dict(rows=[best], winner=best, drafts={copies: head}))
+  assert "draft.weights=runs/a/draft --config.draft.lookup=3 " in said
   cut = other | dict(sampling=dict(top_p=0.9))
   assert "--config.draft.top_p=0.9 " in ranking.winner(found | dict(winner=cut))
   drafts["good"] = dict(name="feature", layers=None)

@@ -113,6 +113,8 @@ def test_commands_in_docstrings_name_this_config(path):
     ("draft.layers", (0,), "draft.layers is for --config.draft.name=lm"),
     ("draft.weights", "a.gguf", "draft.weights is for --config.draft.name=lm"),
     ("draft.head", 100, "draft.head is for --config.draft.name=lm"),
+    ("draft.lookup", 9, "draft.lookup must be in 0..8"),
+    ("draft.lookup", 2, "draft.lookup is for --config.draft.name=feature"),
     (
       "draft.name",
       "lm",

@@ -22,6 +22,7 @@ def joint_law(
   choices,
   policy=None,
   verifier="token",
+  copies=None,
 ):
   """{text of T tokens: probability} behind a prompt, over successive rounds.
 
@@ -35,13 +36,16 @@ def joint_law(
     choices: size of the draft's own vocabulary, 1 if it draws nothing.
     policy: an `adaptive.Policy`, None to draft K tokens in every round.
     verifier: "token" or "block".
+    copies: context -> [B], rows that propose something else than was drawn.
   """
   target = toy.trigram(len(p))
   with np.errstate(divide="ignore"):
     table = jnp.asarray(np.log(p))
   every = _outcomes(choices, K, len(p))
   drawn, B = {}, len(every.draws)
-  run = _program(target, table, p, drafter, params, every, drawn, verifier)
+  copies = copies or (lambda context: jnp.zeros(B, bool))
+  args = target, table, p, drafter, params, every, drawn, verifier, copies
+  run = _program(*args)
 
   ask = request.make([prompt], max_new=T + K, temperature=1.0)
   draft = types.Draft(drafter, params, K, policy=policy)
@@ -50,12 +54,12 @@ def joint_law(
   while frontier:
     text, (weight, state) = frontier.popitem()
     drawn.clear()
-    new, w, q = jax.device_get(run(_rows(state, np.zeros(B, int))))
+    new, w, q, copied = jax.device_get(run(_rows(state, np.zeros(B, int))))
     jax.effects_barrier()
-    assert choices == 1 or policy or len(drawn) == K
+    assert choices == 1 or policy or copied.all() or len(drawn) == K
     for i, law in drawn.items():  # B05: drawn from what the proposal says
       chance = np.asarray(law)[np.arange(B), every.draws[:, i]]
-      np.testing.assert_allclose(chance, q[:, i], atol=1e-6)
+      np.testing.assert_allclose(chance[~copied], q[~copied, i], atol=1e-6)
     for row in np.flatnonzero(w):
       full = tuple(new.tokens[row, len(prompt) : new.length[row]].tolist())
       if len(full) >= T:
@@ -85,8 +89,10 @@ def _outcomes(choices, K, V):
   return Outcomes(array(draws), array(sides), array(following)[:, 0])
 
 
-def _program(target, table, p, drafter, params, every, drawn, verifier):
-  """state -> (state, weight [B], q [B, K] of the drafts), one round older.
+def _program(target, table, p, drafter, params, every, drawn, verifier, copies):
+  """state -> (state, weight [B], q [B, K], copied [B]), one round older.
+
+  q is of the drafts, of which some are not what was drawn.
 
   `drawn` receives the law [B, Vq] that each draw was given, by its place.
   """
@@ -116,7 +122,9 @@ def _program(target, table, p, drafter, params, every, drawn, verifier):
     # of what is not real one draw and one side stand for all
     once = (every.draws == 0) & (every.sides == 0)
     weight = jnp.where(i < length[:, None], weight, once).prod(1)
-    return jnp.where(every.sides, (a + 1) / 2, a / 2), weight, qx
+    copied = copies(context)  # any draws give it: the first stand for all
+    weight *= ~copied | (every.draws == 0).all(1)
+    return jnp.where(every.sides, (a + 1) / 2, a / 2), weight, (qx, copied)
 
   @jax.jit
   def run(state):
@@ -124,7 +132,7 @@ def _program(target, table, p, drafter, params, every, drawn, verifier):
     following = jnp.asarray(every.following)
     choose = lambda n, probs: laws.append(probs) or following
     noise = types.Noise(draft=draw, accept=jnp.zeros((B, K)), next=choose)
-    u, weight, q = thresholds(state, noise)
+    u, weight, drafts = thresholds(state, noise)
     noise = noise._replace(accept=u)
     new = generate.round(
       target,
@@ -136,7 +144,7 @@ def _program(target, table, p, drafter, params, every, drawn, verifier):
       num_draft=K,
       verifier=verifier,
     )
-    return new, weight * laws[0][jnp.arange(B), following], q
+    return new, weight * laws[0][jnp.arange(B), following], *drafts
 
   return run
 

@@ -18,7 +18,8 @@ alpha, and how far that is off.
 context: the timed parts are scaled by a roofline of this machine's bytes/s and
 FLOP/s, and marked as modelled.
 
-A draft is `ngram`, layers of the target joined by `+`, or a weight reference.
+A draft is `ngram`, layers of the target joined by `+`, or a weight reference;
+a feature head's may end in `+ngram`: it copies first, where text repeats.
 --config.batch_size is of the plain decoding alone. The table goes to stdout.
 """
 
