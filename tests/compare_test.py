@@ -272,7 +272,7 @@ def test_the_winner_says_what_to_type():
   assert "draft.weights=runs/a/draft --config.draft.lookup=3 " in said
   cut = other | dict(sampling=dict(top_p=0.9))
   assert "--config.draft.top_p=0.9 " in ranking.winner(found | dict(winner=cut))
-  drafts["good"] = dict(name="feature", layers=None)
+  drafts["good"] = dict(name="feature", layers=None, lookup=None)
   said = ranking.winner(found | dict(winner=other))
   assert "--config.draft.name=feature --config.draft.weights=good" in said
   said = ranking.winner(found | dict(winner=None))
