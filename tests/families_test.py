@@ -8,7 +8,7 @@ import weights_test
 from ml_collections import ConfigDict
 
 from specjax.errors import UserError
-from specjax.models import families
+from specjax.models import families, rope
 
 LLAMA = weights_test.LLAMA
 CONFIG, TENSORS = weights_test.read_folder(LLAMA / "gqa_untied")
@@ -118,7 +118,7 @@ def test_both_spellings_of_rotary_scaling_are_one():
     rope_theta=500, rope_scaling={**LLAMA3, "rope_type": None, "type": "llama3"}
   )
   new = plain | dict(rope_parameters=dict(LLAMA3, rope_theta=500.0))
-  want = families.inv_freq(16, theta=500, kind="llama3", scaling=LLAMA3)
+  want = rope.inv_freq(16, theta=500, kind="llama3", scaling=LLAMA3)
   for config in (old, older, new, ConfigDict(new)):
     assert families.from_hf(config).inv_freq == want
   halved = plain | dict(
