@@ -65,5 +65,5 @@ def test_on_a_mesh_rows_stay_where_they_are(monkeypatch):
   q, layer, mask = _case()
   got = attention.in_turns(attend, q, kv.apart(layer, B), mask)
   assert asked == [B]
-  want = transformer.attend(q, layer, mask)
+  want = attention.attend(q, layer, mask)
   np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7)
