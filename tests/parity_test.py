@@ -242,7 +242,7 @@ def test_a_feature_head_of_gemma():
   layers = transformer.some_layers(config, (0,))  # one with a window
   head = feature.Config(layers, (0, 2))
   own = {k: params[k] for k in ("embed", "norm", "layer_0")}
-  own |= feature.begin(head)
+  own |= feature.begin(head, 1.0)
   ask = request.make(
     [tokens[0, :30].tolist(), tokens[1, :9].tolist()], max_new=30
   )
