@@ -71,7 +71,7 @@ def opened(config, target, open_model=_opened):
     ids = _exported(asked, own, target.config)
   elif asked.layers:
     layers = named_layers(asked.layers, target.config.layers)
-    architecture = dataclasses.replace(target.config, layers=len(layers))
+    architecture = transformer.some_layers(target.config, layers)
   if asked.head:
     known = min(target.config.vocab_size, architecture.vocab_size)
     ids = _head(asked.head, target.tokenizer.stop_ids, known)

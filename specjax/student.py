@@ -196,7 +196,7 @@ def _from_layers(asked, teacher, found):
   params = dict(part.params)
   if teacher.config.tied:
     params.pop("head", None)  # a copy, see `weights.load`
-  config = dataclasses.replace(teacher.config, layers=len(layers))
+  config = transformer.some_layers(teacher.config, layers)
   features = _features(asked.features, depth)
   if features:
     architecture = feature.Config(config, features)
@@ -225,6 +225,7 @@ def size(teacher, found, layer):
 
 
 _SOME = 64  # tokens of a text
+_FROM_HEADS = {"head_dim", "query_pre_attn_scalar"}
 
 
 def _architecture(asked, target):
@@ -236,7 +237,9 @@ def _architecture(asked, target):
       hint = f"; did you mean {best}?" if best else ""
       raise UserError(f"config.draft.architecture has no key {key!r}{hint}")
   if given.keys() & {"hidden_size", "num_attention_heads"}:
-    base.pop("head_dim")  # it follows from them
+    base |= dict.fromkeys(base.keys() & _FROM_HEADS)  # it follows from them
+  if "num_hidden_layers" in given:
+    base |= dict.fromkeys(base.keys() & {"layer_types"})
   config = families.from_hf(base | given, "config.draft.architecture")
   if config.vocab_size < target.tokenizer.vocab_size:
     raise UserError(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specjax import cache as kv
-from specjax.models import attention, transformer
+from specjax.models import attention
 
 B, T, H, G, D, S = 6, 5, 4, 2, 8, 12
 
@@ -29,7 +29,7 @@ def _turns(monkeypatch, rows):
 
   def attend(q, layer, mask):
     asked.append(len(q))
-    return transformer.attend(q, layer, mask)
+    return attention.attend(q, layer, mask)
 
   return attend, asked
 
@@ -42,7 +42,7 @@ def test_turns_change_nothing(monkeypatch, rows, n):
   weight = jax.random.normal(jax.random.key(3), q.shape)
   loss = lambda attend: lambda q, layer: (weight * attend(q, layer, mask)).sum()
   mine = lambda q, layer, mask: attention.in_turns(attend, q, layer, mask)
-  both = mine, transformer.attend
+  both = mine, attention.attend
   a, b = (jax.jit(f)(q, layer, mask) for f in both)
   np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
   assert set(asked) == {n}
@@ -65,5 +65,5 @@ def test_on_a_mesh_rows_stay_where_they_are(monkeypatch):
   q, layer, mask = _case()
   got = attention.in_turns(attend, q, kv.apart(layer, B), mask)
   assert asked == [B]
-  want = transformer.attend(q, layer, mask)
+  want = attention.attend(q, layer, mask)
   np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7)

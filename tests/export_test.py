@@ -711,5 +711,5 @@ def test_what_has_no_description():
   first, second, *rest = config.inv_freq
   odd = dataclasses.replace(config, inv_freq=(first, 1.3 * second, *rest))
   assert "rotary frequencies have no desc" in _refused(describe.to_hf, odd)
-  odd = dataclasses.replace(config, qkv_bias=True)
-  assert "biases in some of its attention" in _refused(describe.to_hf, odd)
+  odd = dataclasses.replace(config, out_bias=True)
+  assert "combination of parts has no desc" in _refused(describe.to_hf, odd)

@@ -8,7 +8,7 @@ import weights_test
 from ml_collections import ConfigDict
 
 from specjax.errors import UserError
-from specjax.models import families
+from specjax.models import families, rope
 
 LLAMA = weights_test.LLAMA
 CONFIG, TENSORS = weights_test.read_folder(LLAMA / "gqa_untied")
@@ -118,7 +118,7 @@ def test_both_spellings_of_rotary_scaling_are_one():
     rope_theta=500, rope_scaling={**LLAMA3, "rope_type": None, "type": "llama3"}
   )
   new = plain | dict(rope_parameters=dict(LLAMA3, rope_theta=500.0))
-  want = families.inv_freq(16, theta=500, kind="llama3", scaling=LLAMA3)
+  want = rope.inv_freq(16, theta=500, kind="llama3", scaling=LLAMA3)
   for config in (old, older, new, ConfigDict(new)):
     assert families.from_hf(config).inv_freq == want
   halved = plain | dict(
@@ -264,3 +264,101 @@ def test_a_factor_without_a_type_is_linear():
   scaled = metadata() | {"llama.rope.scaling.factor": 4.0}
   got = families.from_gguf(scaled, ()).inv_freq
   np.testing.assert_allclose(got, np.array(plain) / 4)
+
+
+# Windows, caps and what else families have
+
+TINY = weights_test.LLAMA.parent / "families"
+
+
+def family(name):
+  return weights_test.read_folder(TINY / name)[0]
+
+
+FAMILY_UNKNOWN = {  # a folder, what its config says instead, what is named
+  "kind": (
+    "gemma2",
+    dict(layer_types=["full_attention", "chunked_attention", "x"]),
+    "layer type 'chunked_attention' is not supported; known: full_attention",
+  ),
+  "length": (
+    "gemma3_text",
+    dict(layer_types=["full_attention"]),
+    "'layer_types' must be a list of 3",
+  ),
+  "window": ("mistral", dict(sliding_window="12"), "'sliding_window' must be"),
+  "no window": ("gemma2", dict(sliding_window=None), "no 'sliding_window'"),
+  "pattern": (
+    "gemma3_old",
+    dict(sliding_window_pattern=0),
+    "_pattern' must be",
+  ),
+  "use": ("qwen2", dict(use_sliding_window=1), "'use_sliding_window' must be"),
+  "cap": ("gemma2", dict(final_logit_softcapping=-1), "softcapping' must be"),
+  "activation": ("gemma2", dict(hidden_activation="gelu"), "activation 'gelu'"),
+  "both ways": (
+    "gemma3_text",
+    dict(use_bidirectional_attention=True),
+    "bidirectional attention True",
+  ),
+  "flat": (
+    "gemma3_text",
+    dict(rope_parameters=dict(rope_type="default", rope_theta=1e6)),
+    "rotary setting 'rope_type'",
+  ),
+  "yarn": (
+    "gemma3_text",
+    dict(rope_parameters=dict(full_attention=dict(rope_type="yarn"))),
+    "rotary scaling 'yarn'",
+  ),
+  "no text": ("gemma3_text", dict(model_type="gemma3"), ""),
+}
+
+
+@pytest.mark.parametrize("case", FAMILY_UNKNOWN)
+def test_unknown_parts_of_a_family(case):
+  """By name, never taken for what is known (B23)."""
+  name, changes, said = FAMILY_UNKNOWN[case]
+  if case == "no text":
+    changes = changes | dict(text_config={"vocab_size": 4})
+    said = "has no 'hidden_size'"
+  assert said in refused(families.from_hf, family(name) | changes)
+
+
+def test_absent_keys_of_families():
+  """What transformers takes: Gemma's heads, caps and windows; Mistral's."""
+  few = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=7)
+  got = families.from_hf(
+    dict(model_type="gemma3", text_config=few | dict(sliding_window=8))
+  )
+  assert (got.heads, got.kv_heads, got.head_dim) == (8, 4, 256)
+  assert got.tied and got.gelu and got.vocab_size == 262208
+  assert got.windows == (8, 8, 8, 8, 8, 0, 8)
+  assert (got.query_scalar, got.score_cap, got.logit_cap) == (None, None, None)
+  old = {k: v for k, v in family("gemma2").items() if "softcapping" not in k}
+  assert families.from_hf(old).score_cap == 50
+  mistral = family("mistral")
+  del mistral["sliding_window"]
+  assert families.from_hf(mistral).windows == (4096, 4096)
+  none = families.from_hf(mistral | dict(sliding_window=None))
+  assert none.windows == ()
+
+
+def test_ggufs_of_gemma():
+  """As llama.cpp: windows, caps and the 27B models' scores, without keys."""
+  of = lambda arch, **changes: families.from_gguf(
+    {k.replace("llama.", f"{arch}."): v for k, v in metadata().items()}
+    | {"general.architecture": arch}
+    | {f"{arch}.{k}": v for k, v in changes.items()},
+    (),
+  )
+  two = of("gemma2")
+  assert two.windows == (4096, 0)
+  assert (two.score_cap, two.logit_cap) == (50, 30)
+  assert of("gemma3").windows == ()
+  dim = {"attention.key_length": 8}
+  assert of("gemma2", block_count=42, **dim).query_scalar is None
+  assert of("gemma2", block_count=46, **dim).query_scalar == 16
+  assert of("gemma3", block_count=62, **dim).query_scalar == 16
+  with pytest.raises(UserError, match="sliding_window 8 is not supported"):
+    of("qwen2", **{"attention.sliding_window": 8})

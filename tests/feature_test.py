@@ -14,7 +14,7 @@ from lm_test import _slots
 
 from specjax import adaptive, generate, loop, request, types
 from specjax.drafters import feature
-from specjax.models import families, transformer
+from specjax.models import rope, transformer
 
 N, K = 24, 3
 FEATURES = {(1,): 1, (0, 1): 1, (0, 1, 1): 2}  # and how many layers
@@ -30,7 +30,7 @@ def _config(features, *, width=32, vocab_size=97, layers=1, head_size=None):
     head_dim=4,
     hidden=24,
     context=4096,
-    inv_freq=families.inv_freq(4, theta=1e4, kind="default", scaling={}),
+    inv_freq=rope.inv_freq(4, theta=1e4, kind="default", scaling={}),
     head_size=head_size,
   )
   return feature.Config(layers, features)

@@ -10,7 +10,7 @@ import pytest
 import toy
 
 from specjax import generate, loop, request, sampling, types
-from specjax.models import families, transformer
+from specjax.models import rope, transformer
 
 V = 11
 OPTIONS = [
@@ -37,7 +37,7 @@ def _tiny():
     head_dim=8,
     hidden=48,
     context=4096,
-    inv_freq=families.inv_freq(8, theta=1e4, kind="default", scaling={}),
+    inv_freq=rope.inv_freq(8, theta=1e4, kind="default", scaling={}),
   )
   params = transformer.init(config, jax.random.key(0))
   # logits with a spread of about 1, so that laws are neither flat nor one-hot

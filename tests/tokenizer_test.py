@@ -138,7 +138,9 @@ class GGUFTest(parameterized.TestCase):
     self.assertNotIn(1, tokenizer.encode(tok, "hello", special=False))
 
   @parameterized.parameters(
-    ({"model": "llama"}, "'llama'.*gpt2"),
+    ({"model": "t5"}, "'t5'.*gpt2, llama"),
+    ({"model": "llama"}, "no tokenizer.ggml.scores"),
+    ({"model": "llama", "scores": [0.0]}, "scores is not one a token"),
     ({"pre": "tekken"}, "'tekken'.*smollm"),
     ({"pre": "default"}, "'default'"),  # llama.cpp's guess, not GPT-2's rule
     ({"pre": None}, "no tokenizer.ggml.pre"),

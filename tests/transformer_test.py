@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from specjax import cache as kv
-from specjax.models import families, load, transformer, weights
+from specjax.models import load, rope, transformer, weights
 from specjax.types import Target
 
 DATA = pathlib.Path(__file__).parent / "data"
@@ -150,8 +150,8 @@ def test_llama3_frequencies():
     original_max_position_embeddings=64,
   )
   args = dict(theta=10000.0, scaling=scaling)
-  plain = np.array(families.inv_freq(16, kind="default", **args))
-  scaled = np.array(families.inv_freq(16, kind="llama3", **args))
+  plain = np.array(rope.inv_freq(16, kind="default", **args))
+  scaled = np.array(rope.inv_freq(16, kind="llama3", **args))
   ratio = scaled / plain
   assert ratio[0] == 1
   np.testing.assert_allclose(ratio[-1], 1 / 8)

@@ -25,7 +25,7 @@ from jax import lax
 
 from specjax import cache as kv
 from specjax.drafters import chain, lm
-from specjax.models import matrix, transformer
+from specjax.models import attention, matrix, transformer
 from specjax.types import Drafter
 
 
@@ -66,7 +66,7 @@ def fuse(config, params, taps):
 def joined(config, params, tokens, before):
   """What enters the layers at tokens [B, T], g or a [B, T, D] one before."""
   c = config.layers
-  norm = lambda name, x: transformer.norm(params[name]["scale"], x, c.norm_eps)
+  norm = lambda name, x: _norm(c, params[name], x)
   token = params["embed"][lm.known(c, tokens)]
   both = norm("token_norm", token), norm("feature_norm", before)
   return matrix.product(jnp.concatenate(both, -1), params["join"]["kernel"])
@@ -75,10 +75,14 @@ def joined(config, params, tokens, before):
 def head(config, params, a):
   """Logits [..., Vq] of a [..., D]."""
   c = config.layers
-  x = transformer.norm(params["norm"]["scale"], a, c.norm_eps)
+  x = _norm(c, params["norm"], a)
   weights = params["embed"].T if c.tied else params["head"]
   wide = jnp.promote_types(x.dtype, jnp.float32)
-  return matrix.product(x, weights, wide)
+  return attention.capped(matrix.product(x, weights, wide), c.logit_cap)
+
+
+def _norm(layers, leaf, x):
+  return transformer.norm(leaf["scale"], x, layers.norm_eps, layers.norm_offset)
 
 
 def begin(config, size):
@@ -96,7 +100,7 @@ def begin(config, size):
   """
   c = config.layers
   one, none = jnp.eye(c.width), jnp.zeros((c.width, c.width))
-  scale = jnp.ones(c.width)
+  scale = jnp.full(c.width, 0.0 if c.norm_offset else 1.0)  # multiplies by 1
   return {
     "fuse": {
       "kernel": jnp.concatenate([none] * (len(config.features) - 1) + [one])

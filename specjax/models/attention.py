@@ -1,13 +1,102 @@
-"""Attention of many queries on a CPU, some rows at a time.
+"""Attention: rotary positions, what each layer sees, and scores on a CPU."""
 
-All scores at once are tens of megabytes that are written, read and given back
-in every layer. Those of a few rows stay in the processor's cache.
-"""
+import math
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
+# All scores at once are tens of megabytes that are written, read and given back
+# in every layer. Those of a few rows stay in the processor's cache.
 _MANY = 1 << 24  # bytes of scores from which on rows take turns
 _TURN = 1 << 22  # bytes of scores of a turn, or one row's
+
+
+class View(NamedTuple):
+  """What a layer is told about the tokens of a step."""
+
+  angles: tuple  # cos and sin, of `rotary`
+  mask: jax.Array  # [B, T, S], True where a query sees a key
+
+
+def views(config, positions, mask, places):
+  """Return the `View` of each layer.
+
+  A layer with a window of n sees n tokens, the query's own the last of them.
+  Its cache is as long as others': a draft that is rolled back has overwritten
+  nothing that the next round sees (B58).
+
+  Args:
+    config: a `transformer.Config`; positions: [B, T] of queries.
+    mask: [B, T, S] of a layer that sees all.
+    places: positions of keys, of a shape that broadcasts to [B, T, S].
+  """
+  every = View(rotary(positions, config.inv_freq), mask)
+  if not config.windows:
+    return [every] * config.layers
+  ago, found = positions[:, :, None] - places, {0: every}
+  angles = every.angles
+  if config.local_inv_freq:
+    angles = rotary(positions, config.local_inv_freq)
+  for n in {*config.windows} - {0}:
+    found[n] = View(angles, mask & (ago < n))
+  return [found[n] for n in config.windows]
+
+
+def rotary(positions, inv_freq):
+  """cos and sin [B, T, 1, head_dim / 2] of position * frequency.
+
+  Made once a step: in every layer they would cost more than the attention.
+  """
+  angle = positions[..., None, None] * jnp.asarray(inv_freq, jnp.float32)
+  return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x, cos, sin):
+  """Rotate the pairs (x_i, x_{i + head_dim / 2}) of x [B, T, heads, head_dim].
+
+  Su et al. 2021, eq. 34, in the half-split layout of Hugging Face weights.
+  """
+  a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+  return turned.astype(x.dtype)
+
+
+def attend(q, layer, mask, *, scalar=None, cap=None):
+  """softmax(q k^T / sqrt(scalar)) v, in float32, over visible slots.
+
+  Args:
+    q: [B, T, H, head_dim]; layer: a `cache.KV`, H a multiple of its G.
+    mask: [B, T, S], True where a query sees a slot.
+    scalar: None is head_dim.
+    cap: of the scores, see `capped`.
+
+  Returns:
+    [B, T, H, head_dim]
+  """
+  B, T, H, d = q.shape
+  *lead, _, S = layer.k.shape  # (B * G,) or (B, G)
+  G = math.prod(lead) // B
+  # the queries that share a key head are one matrix
+  q = q.reshape(B, T, G, H // G, d).transpose(0, 2, 1, 3, 4)
+  scores = jnp.einsum(
+    "...nd,...ds->...ns",
+    q.reshape(*lead, -1, d),
+    layer.k,
+    preferred_element_type=jnp.float32,
+  )
+  scores = scores.reshape(B, G, T, H // G, S) * (scalar or d) ** -0.5
+  scores = capped(scores, cap)
+  scores = jnp.where(mask[:, None, :, None], scores, -jnp.inf)
+  weights = jax.nn.softmax(scores, axis=-1).astype(layer.v.dtype)
+  out = jnp.einsum("...ns,...sd->...nd", weights.reshape(*lead, -1, S), layer.v)
+  out = out.reshape(B, G, T, H // G, d).transpose(0, 2, 1, 3, 4)
+  return out.reshape(B, T, H, d)
+
+
+def capped(x, cap):
+  """cap * tanh(x / cap), within (-cap, cap); x itself where there is no cap."""
+  return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def in_turns(attend, q, layer, mask):
@@ -17,7 +106,7 @@ def in_turns(attend, q, layer, mask):
   the scores of a turn again. Other backends hold no scores in memory.
 
   Args:
-    attend: see `transformer.attend`, with q [B, T, H, head_dim], a `cache.KV`
+    attend: see `attend`, with q [B, T, H, head_dim], a `cache.KV`
       of [B * G, ...] and mask [B, T, S].
   """
   B, T, H, _ = q.shape

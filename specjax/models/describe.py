@@ -5,10 +5,14 @@ again: theta from the ratio of two that a scaling has left alone or divided
 alike, which the last two are or the first two, and the scaling from the rest.
 """
 
+import dataclasses
+
 import numpy as np
 
 from specjax.errors import UserError
 from specjax.models import families
+
+_FREQS = dict(inv_freq=(), local_inv_freq=())
 
 
 def to_hf(config):
@@ -19,44 +23,89 @@ def to_hf(config):
   Raises:
     UserError: the architecture has no such description.
   """
-  if config.qkv_bias != config.out_bias:
-    raise UserError(
-      "a model with biases in some of its attention's matrices cannot be"
-      " written in Hugging Face layout; choose another target or draft"
-    )
-  found = {
-    "model_type": "llama",
-    "vocab_size": config.vocab_size,
-    "hidden_size": config.width,
-    "intermediate_size": config.hidden,
-    "num_hidden_layers": config.layers,
-    "num_attention_heads": config.heads,
-    "num_key_value_heads": config.kv_heads,
-    "head_dim": config.head_dim,
-    "max_position_embeddings": config.context,
-    "rms_norm_eps": config.norm_eps,
-    "tie_word_embeddings": config.tied,
-    "attention_bias": config.qkv_bias,
-    "mlp_bias": config.mlp_bias,
-    "hidden_act": "silu",
-  }
+  found = _sizes(config) | _switches(config)
   f = np.array(config.inv_freq)
-  for i in (len(f) - 2, 0):
-    guess = found | _rotary(f, i)
-    if _describes(guess, f):
+  guesses = [found | _rotary(f, i) for i in (len(f) - 2, 0)]
+  if config.local_inv_freq:
+    near = _rotary(np.array(config.local_inv_freq), 0)
+    for guess in guesses:
+      guess["rope_local_base_freq"] = near["rope_theta"]
+  parts = False
+  for guess in guesses:
+    same_parts, same_rotary = _describes(guess, config)
+    if same_parts and same_rotary:
       return guess
+    parts |= same_parts
+  what = "rotary frequencies have" if parts else "combination of parts has"
   raise UserError(
-    "the model's rotary frequencies have no description in Hugging Face"
-    " layout; choose another target or draft"
+    f"the model's {what} no description in Hugging Face layout; choose another"
+    " target or draft"
   )
 
 
-def _describes(found, inv_freq):
+def _family(c):
+  """The model type that has the switches of a config."""
+  if c.post_norms:
+    return "gemma3_text" if c.qk_norm else "gemma2"
+  if c.qk_norm:
+    return "qwen3"
+  if c.qkv_bias and not c.out_bias:
+    return "qwen2"
+  return "mistral" if c.windows else "llama"
+
+
+def _sizes(c):
+  return {
+    "model_type": _family(c),
+    "vocab_size": c.vocab_size,
+    "hidden_size": c.width,
+    "intermediate_size": c.hidden,
+    "num_hidden_layers": c.layers,
+    "num_attention_heads": c.heads,
+    "num_key_value_heads": c.kv_heads,
+    "head_dim": c.head_dim,
+    "max_position_embeddings": c.context,
+    "rms_norm_eps": c.norm_eps,
+    "tie_word_embeddings": c.tied,
+    "attention_bias": c.out_bias,
+    "mlp_bias": c.mlp_bias,
+  }
+
+
+def _switches(c):
+  """What only some families have, each key where its family has it."""
+  kind = _family(c)
+  family = families.FAMILIES[kind]
+  name = "gelu_pytorch_tanh" if c.gelu else "silu"
+  gemma = kind.startswith("gemma")
+  found = {"hidden_activation" if gemma else "hidden_act": name}
+  if gemma:
+    found["query_pre_attn_scalar"] = c.query_scalar or c.head_dim
+    found["attn_logit_softcapping"] = c.score_cap
+    found["final_logit_softcapping"] = c.logit_cap
+  if family.pattern is not None:
+    found["sliding_window"] = max(c.windows, default=None)
+  if family.optional:
+    found["use_sliding_window"] = bool(c.windows)
+  if c.windows and family.pattern != 0:
+    kinds = families.LOCAL, families.FULL
+    found["layer_types"] = [kinds[not n] for n in c.windows]
+  return found
+
+
+def _describes(found, config):
+  """Whether it has a config's parts, and its rotary frequencies."""
   try:
-    again = families.from_hf(found).inv_freq
+    again = families.from_hf(found)
   except UserError:  # a guess that is no scaling
-    return False
-  return np.allclose(again, inv_freq, rtol=1e-6, atol=0)
+    return False, False
+  fixed = dict(head_size=None, block=0, shards=1, tied=False, **_FREQS)
+  plain = lambda c: dataclasses.replace(c, **fixed)
+  close = lambda a, b: len(a) == len(b) and np.allclose(a, b, rtol=1e-6, atol=0)
+  return plain(again) == plain(config), (
+    close(again.inv_freq, config.inv_freq)
+    and close(again.local_inv_freq, config.local_inv_freq)
+  )
 
 
 def _rotary(f, i):

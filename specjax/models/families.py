@@ -1,63 +1,84 @@
 """From a file's own description of a model to `transformer.Config`.
 
-What is not known is refused by name: a rotary scaling taken for none matches
-on short prompts and drifts on long ones. So is a value that is no size, or
+One transformer with switches; a family is a row of a table that says which are
+on. What is not known is refused by name, and so is a value that is no size, or
 sizes that do not fit together, before anything is allocated after them.
 """
 
-import math
-import reprlib
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
-import numpy as np
-
 from specjax.errors import UserError
+from specjax.models import rope
+from specjax.models.header import Header, require
 from specjax.models.transformer import Config
 
-_FAMILIES = ("llama",)
-_SCALINGS = ("default", "linear", "llama3")
-# Larger than in any model: what exceeds it is a broken header.
-_MOST, _MOST_HEAD_DIM = 2**24, 2**12
+_ACTIVATIONS = {"silu": False, "gelu_pytorch_tanh": True}  # is it `Config.gelu`
+_MOST_HEAD_DIM = 2**12
+FULL, LOCAL = "full_attention", "sliding_attention"  # of layer_types
 
 
-class Header(NamedTuple):
-  """A description's keys and values, and what to call it in messages."""
+class Family(NamedTuple):
+  """What a model type implies.
 
-  where: str
-  values: Mapping
+  Of every `pattern` layers the last sees all tokens and the others a window: 1
+  for all layers, 0 for none. None: the family has no windows.
+  """
 
-  def whole(self, key, default=None, most=_MOST):
-    fits = lambda x: type(x) is int and 0 < x <= most
-    return self._checked(key, default, fits, f"a whole number in 1..{most}")
+  switches: Mapping = MappingProxyType({})  # of `Config`
+  # keys that its config.json may leave out, and what transformers takes then
+  absent: Mapping = MappingProxyType({})
+  pattern: int | None = None
+  optional: bool = False  # windows are used if use_sliding_window says so
+  local_theta: float | None = None  # rotary base of layers with a window
 
-  def number(self, key, default=None):
-    fits = lambda x: type(x) in (int, float) and 0 < x < 1e30  # so no NaN
-    return self._checked(key, default, fits, "a positive number")
 
-  def flag(self, key, default=False):
-    fits = lambda x: type(x) is bool
-    return self._checked(key, default, fits, "true or false")
-
-  def group(self, key):
-    values = self._checked(key, {}, _is_group, "a group of keys")
-    return Header(f"{self.where}: {key}", values)
-
-  def _checked(self, key, default, fits, kind):
-    """The value of a key; absent or null is the default, None for no default.
-
-    Raises:
-      UserError: there is none, or it does not fit.
-    """
-    value = self.values.get(key)
-    if value is None:
-      value = default
-    if value is None:
-      raise UserError(f"{self.where} has no {key!r}")
-    if not fits(value):
-      found = reprlib.repr(value)
-      raise UserError(f"{self.where}: {key!r} must be {kind}, found {found}")
-    return value
+_QWEN = dict(num_key_value_heads=32, sliding_window=4096, max_window_layers=28)
+_GEMMA = dict(
+  num_key_value_heads=4,
+  head_dim=256,
+  hidden_act="gelu_pytorch_tanh",
+  query_pre_attn_scalar=256,
+  rms_norm_eps=1e-6,
+  sliding_window=4096,
+  tie_word_embeddings=True,
+)
+_NORMS = dict(post_norms=True, norm_offset=True, embed_scaled=True)
+_CAPS = dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0)
+_GEMMA3 = dict(
+  num_attention_heads=8,
+  vocab_size=262208,
+  max_position_embeddings=131072,
+  rope_theta=1000000.0,
+)
+FAMILIES = {  # by model type: Llama has SmolLM2 too, Qwen2 has 2.5
+  "llama": Family(),
+  "mistral": Family(
+    absent=dict(num_key_value_heads=8, sliding_window=4096), pattern=0
+  ),
+  "qwen2": Family(
+    switches=dict(qkv_bias=True), absent=_QWEN, pattern=1, optional=True
+  ),
+  "qwen3": Family(
+    switches=dict(qk_norm=True),
+    absent=_QWEN | dict(head_dim=128),
+    pattern=1,
+    optional=True,
+  ),
+  "gemma2": Family(switches=_NORMS, absent=_GEMMA | _CAPS, pattern=2),
+  "gemma3_text": Family(
+    switches=_NORMS | dict(qk_norm=True),
+    absent=_GEMMA | _GEMMA3,
+    pattern=6,
+    local_theta=10000.0,
+  ),
+}
+WITH_IMAGES = "gemma3"  # the text model is a group of its description
+# GGUF architecture -> model type. A Mistral is a "llama" there.
+_GGUF = {k: k for k in ("llama", "qwen2", "qwen3", "gemma2")}
+_GGUF["gemma3"] = "gemma3_text"
+_LARGEST = {"gemma2": 46, "gemma3": 62}  # layers of the 27B models
 
 
 def from_hf(config, where="config.json"):
@@ -71,58 +92,99 @@ def from_hf(config, where="config.json"):
     UserError: a family, activation, quantisation or rotary scaling that is not
       known, a missing key, or values that cannot be.
   """
-  header = Header(where, config)
-  _require(header, "model type", config.get("model_type"), _FAMILIES)
-  _require(header, "activation", config.get("hidden_act", "silu"), ("silu",))
-  if config.get("quantization_config") is not None:
-    packed = header.group("quantization_config").values
-    _require(header, "quantisation", packed.get("quant_method"), ())
+  header, kind = Header(where, config), config.get("model_type")
+  if kind == WITH_IMAGES:
+    header, kind = header.group("text_config"), "gemma3_text"
+  require(header, "model type", kind, FAMILIES)
+  family = FAMILIES[kind]
+  header = Header(header.where, {**family.absent, **header.values})
+  packed = Header(where, config).group("quantization_config").values
+  if packed:
+    require(header, "quantisation", packed.get("quant_method"), ())
   width = header.whole("hidden_size")
   heads, kv_heads, head_dim = _heads(
     header, width, "num_attention_heads", "num_key_value_heads", "head_dim"
   )
+  layers = header.whole("num_hidden_layers")
+  windows = _hf_windows(header, family, layers)
+  inv_freq, local = rope.from_hf(header, head_dim, family.local_theta)
   bias = header.flag("attention_bias")
-  return Config(
+  found = dict(
     vocab_size=header.whole("vocab_size"),
     width=width,
-    layers=header.whole("num_hidden_layers"),
+    layers=layers,
     heads=heads,
     kv_heads=kv_heads,
     head_dim=head_dim,
     hidden=header.whole("intermediate_size"),
     context=header.whole("max_position_embeddings"),
-    inv_freq=_hf_inv_freq(header, head_dim),
+    inv_freq=inv_freq,
     norm_eps=header.number("rms_norm_eps"),
     tied=header.flag("tie_word_embeddings"),
     qkv_bias=bias,
     out_bias=bias,
     mlp_bias=header.flag("mlp_bias"),
+    gelu=_gelu(header, kind),
+    windows=windows,
+    local_inv_freq=local if windows else (),
+  )
+  return Config(**found | _scores(header, head_dim) | family.switches)
+
+
+def _gelu(header, kind):
+  # Gemma's own key for it; its hidden_act is older, and not read
+  key = "hidden_act"
+  if kind.startswith("gemma") and header.has("hidden_activation"):
+    key = "hidden_activation"
+  name = header.values.get(key)
+  name = "silu" if name is None else name
+  require(header, "activation", name, _ACTIVATIONS)
+  return _ACTIVATIONS[name]
+
+
+def _scores(header, head_dim):
+  """What Gemma does to scores and logits; other families have no such keys."""
+  both = header.values.get("use_bidirectional_attention")
+  require(header, "bidirectional attention", both, (False, None))
+  maybe = lambda key: float(header.number(key)) if header.has(key) else None
+  scalar = maybe("query_pre_attn_scalar")
+  return dict(
+    query_scalar=None if scalar == head_dim else scalar,
+    score_cap=maybe("attn_logit_softcapping"),
+    logit_cap=maybe("final_logit_softcapping"),
   )
 
 
-def _hf_inv_freq(header, head_dim):
-  """From `rope_parameters` (transformers 5), or as it was written before."""
-  new, old = header.group("rope_parameters"), header.group("rope_scaling")
-  theta = header.number("rope_theta", 10000.0)
-  if new.values:
-    theta = new.number("rope_theta", theta)
-  scaling = new if new.values else old
-  for part in (header, scaling):
-    turned = part.values.get("partial_rotary_factor", 1.0)
-    _require(part, "partial rotary factor", turned, (1.0, None))
-  nested = [k for k, v in scaling.values.items() if _is_group(v)]
-  if nested:  # one scaling for each kind of layer
-    _require(scaling, "rotary scaling", nested[0], _SCALINGS)
-  kind = scaling.values.get("rope_type")
-  kind = scaling.values.get("type") if kind is None else kind
-  plain = kind is None and "factor" not in scaling.values
-  return inv_freq(
-    head_dim,
-    theta=theta,
-    kind="default" if plain else kind,
-    scaling=scaling.values,
-    where=scaling.where,
-  )
+def _hf_windows(header, family, layers):
+  """`Config.windows`, from layer_types, or as it was written before."""
+  unused = family.optional and not header.flag("use_sliding_window")
+  if family.pattern is None or unused or not header.has("sliding_window"):
+    kinds = header.values.get("layer_types") or ()
+    if family.pattern is not None and not unused and LOCAL in kinds:
+      header.whole("sliding_window")  # there is none
+    return ()
+  window = header.whole("sliding_window")
+  if header.has("layer_types"):
+    kinds = header.each("layer_types", layers)
+    for kind in kinds:
+      require(header, "layer type", kind, (FULL, LOCAL))
+    near = [kind == LOCAL for kind in kinds]
+  elif family.optional:  # of Qwen the first see all
+    first = header.whole("max_window_layers")
+    near = [i >= first for i in range(layers)]
+  else:
+    near = _pattern(header, "sliding_window_pattern", family.pattern, layers)
+  return _windows(near, window)
+
+
+def _pattern(header, key, n, layers):
+  """Which layers have a window: see `Family`; a key's value replaces n."""
+  n = header.whole(key) if header.has(key) else n
+  return [n == 0 or (i + 1) % n != 0 for i in range(layers)]
+
+
+def _windows(near, window):
+  return tuple(window * bool(x) for x in near) if any(near) else ()
 
 
 def from_gguf(fields, names, rope_factors=None, where="the GGUF file"):
@@ -137,9 +199,10 @@ def from_gguf(fields, names, rope_factors=None, where="the GGUF file"):
     where: what to call the file in messages.
   """
   header = Header(where, fields)
-  family = fields.get("general.architecture")
-  _require(header, "GGUF architecture", family, _FAMILIES)
-  key = lambda name: f"{family}.{name}"
+  arch = fields.get("general.architecture")
+  require(header, "GGUF architecture", arch, _GGUF)
+  family = FAMILIES[_GGUF[arch]]
+  key = lambda name: f"{arch}.{name}"
   width = header.whole(key("embedding_length"))
   heads, kv_heads, head_dim = _heads(
     header,
@@ -148,77 +211,65 @@ def from_gguf(fields, names, rope_factors=None, where="the GGUF file"):
     key("attention.head_count_kv"),
     key("attention.key_length"),
   )
+  layers = header.whole(key("block_count"))
   tokens = fields.get("tokenizer.ggml.tokens")
   known = len(tokens) if isinstance(tokens, list) else None
-  return Config(
+  windows = _gguf_windows(header, key, arch, family, layers)
+  inv_freq, local = rope.from_gguf(
+    header, key, head_dim, rope_factors, family.local_theta
+  )
+  found = dict(
     vocab_size=header.whole(key("vocab_size"), known),
     width=width,
-    layers=header.whole(key("block_count")),
+    layers=layers,
     heads=heads,
     kv_heads=kv_heads,
     head_dim=head_dim,
     hidden=header.whole(key("feed_forward_length")),
     context=header.whole(key("context_length")),
-    inv_freq=_gguf_inv_freq(header, key, head_dim, rope_factors),
+    inv_freq=inv_freq,
     norm_eps=header.number(key("attention.layer_norm_rms_epsilon")),
     tied="output.weight" not in names,
     qkv_bias="blk.0.attn_q.bias" in names,
     out_bias="blk.0.attn_output.bias" in names,
     mlp_bias="blk.0.ffn_gate.bias" in names,
+    windows=windows,
+    local_inv_freq=local if windows else (),
   )
+  if arch in _LARGEST:
+    found |= _gguf_scores(header, key, arch, family)
+    found["gelu"] = True
+    if layers == _LARGEST[arch]:  # no key says it: as in llama.cpp
+      scalar = float(width // heads)
+      found["query_scalar"] = None if scalar == head_dim else scalar
+  return Config(**found | family.switches)
 
 
-def _gguf_inv_freq(header, key, head_dim, factors):
-  turned = header.whole(key("rope.dimension_count"), head_dim)
-  _require(header, "number of rotary dimensions", turned, (head_dim,))
-  old = header.number(key("rope.scale_linear"), 1.0)
-  _require(header, "rope.scale_linear", old, (1.0,))
-  # a factor without a type is linear, as in llama.cpp
-  factor = header.values.get(key("rope.scaling.factor"))
-  absent = "none" if factor is None else "linear"
-  kind = header.values.get(key("rope.scaling.type"), absent)
-  freq = inv_freq(
-    head_dim,
-    theta=header.number(key("rope.freq_base"), 10000.0),
-    kind="default" if kind == "none" else kind,
-    scaling={"factor": factor},
-    where=header.where,
-  )
-  if factors is None:
-    return freq
-  if factors.shape != (head_dim // 2,) or not (factors > 0).all():
-    raise UserError(
-      f"{header.where}: rope_freqs.weight must be {head_dim // 2} positive"
-      f" numbers, found shape {list(factors.shape)}"
-    )
-  return tuple((np.array(freq) / factors).tolist())
+def _gguf_scores(header, key, arch, family):
+  names = dict(score_cap="attn_logit_softcapping")
+  names |= dict(logit_cap="final_logit_softcapping")
+  found = {}
+  for switch, name in names.items():
+    absent = family.absent.get(name)
+    if absent is not None or header.has(key(name)):
+      found[switch] = float(header.number(key(name), absent))
+  return found
 
 
-def inv_freq(head_dim, *, theta, kind, scaling, where="rotary scaling"):
-  """Return the rotary frequencies theta^(-2i / head_dim), scaled.
-
-  "linear" divides them by a factor. "llama3" divides the ones whose wavelength
-  exceeds original_max_position_embeddings / low_freq_factor, keeps the ones
-  below original / high_freq_factor, and blends in between (Dubey et al. 2024).
-  """
-  header = Header(where, scaling)
-  _require(header, "rotary scaling", kind, _SCALINGS)
-  f = float(theta) ** -(np.arange(0, head_dim, 2) / head_dim)
-  if kind == "linear":
-    f = f / header.number("factor")
-  if kind == "llama3":
-    factor = header.number("factor")
-    original = header.number("original_max_position_embeddings")
-    low = header.number("low_freq_factor")
-    high = header.number("high_freq_factor")
-    if low >= high:
-      raise UserError(
-        f"{where}: low_freq_factor {low} is not below high_freq_factor {high}"
-      )
-    turns = original * f / (2 * math.pi)  # within the original context
-    keep = np.clip((turns - low) / (high - low), 0, 1)
-    f = keep * f + (1 - keep) * f / factor
-  return tuple(f.tolist())
+def _gguf_windows(header, key, arch, family, layers):
+  """As llama.cpp; of a "llama" with a window, Mistral, every layer has it."""
+  name, every = key("attention.sliding_window"), family.pattern
+  if arch == "llama":
+    every = FAMILIES["mistral"].pattern
+  if family.optional and header.has(name):
+    require(header, name, header.values[name], ())
+  if family.optional or not (header.has(name) or arch == "gemma2"):
+    return ()
+  window = header.whole(name, family.absent.get("sliding_window"))
+  pattern = f"{name}_pattern"
+  if isinstance(header.values.get(pattern), list):
+    return _windows(header.each(pattern, layers), window)
+  return _windows(_pattern(header, pattern, every, layers), window)
 
 
 def _heads(header, width, heads_key, kv_key, dim_key):
@@ -239,15 +290,3 @@ def _heads(header, width, heads_key, kv_key, dim_key):
   if head_dim % 2:  # rotated in pairs
     raise UserError(f"{header.where}: the head width {head_dim} is odd")
   return heads, kv_heads, head_dim
-
-
-def _is_group(value):
-  return hasattr(value, "items")  # a ConfigDict is no Mapping
-
-
-def _require(header, what, found, known):
-  if found not in known:
-    raise UserError(
-      f"{header.where}: {what} {reprlib.repr(found)} is not supported;"
-      f" known: {', '.join(map(str, known)) or 'none'}"
-    )

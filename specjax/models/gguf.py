@@ -2,8 +2,8 @@
 
 Tensors are presented under Hugging Face's names and layout. llama.cpp's
 converter stores the rows of Llama's q and k projections permuted for its
-interleaved rotary embedding; that is undone here. Loaded as stored, such a
-file gives fluent nonsense.
+interleaved rotary embedding, and 1 + the scales of Gemma's norms; that is
+undone here. Loaded as stored, such a file gives fluent nonsense.
 """
 
 import re
@@ -36,7 +36,7 @@ def open_file(path):
     where=str(path),
   )
   family = fields["general.architecture"]
-  names = _hf_names(family, tensors)
+  names = _hf_names(family, tensors, config.post_norms)
 
   def read(name):
     stored = tensors[names[name]]
@@ -45,6 +45,8 @@ def open_file(path):
     if block in _PERMUTED.get(family, ()):
       heads = config.heads if block == "attn_q" else config.kv_heads
       x = unpermute(x, heads)
+    if config.norm_offset and stored.name.endswith("norm.weight"):
+      x = x - 1
     return x
 
   return weights.checked(
@@ -167,7 +169,7 @@ def _shape(tensor):
   return tuple(tensor.shape[::-1].tolist())  # GGUF lists the last axis first
 
 
-def _hf_names(family, tensors):
+def _hf_names(family, tensors, post_norms):
   """Hugging Face name -> name in the file; what has no such name keeps its own.
 
   The `gguf` package's table maps the other way: it knows each HF spelling. One
@@ -176,10 +178,10 @@ def _hf_names(family, tensors):
   arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == family)
   table = gguf.get_tensor_name_map(arch, 1)
   hf = ["model.embed_tokens", "model.norm", "lm_head"]
-  hf += [
-    f"model.layers.0.{part}" for b in weights.BLOCKS.values() for part in b
-  ]
+  blocks = weights.blocks(post_norms).values()
+  hf += [f"model.layers.0.{part}" for block in blocks for part in block]
   known = {table.get_name(name): name for name in hf}
+  known.pop(None, None)  # what this architecture does not have
   names = {}
   for name in tensors:
     stem, _, kind = name.rpartition(".")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import re
 
 import safetensors
 
@@ -10,6 +11,10 @@ from specjax.models import exported, families, tokenizer, weights
 
 _SINGLE, _INDEX = exported.MODEL, "model.safetensors.index.json"
 _DTYPES = ("F32", "F16", "BF16")
+# Of a model that reads images too: how the names of its text model begin, here
+# and in files by transformers 4.52 and newer, and what else there is.
+_TEXT = {"language_model.": "", "model.language_model.": "model."}
+_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..*")
 
 
 def open_folder(folder, *, draft=False):
@@ -34,15 +39,18 @@ def open_folder(folder, *, draft=False):
   if found and found.ids is not None:
     size = len(found.ids)
     config = dataclasses.replace(config, tied=False, head_size=size)
-  shapes, home = {}, {}  # by tensor name: its shape, its file
+  images = values.get("model_type") == families.WITH_IMAGES
+  shapes, home = {}, {}  # by tensor name: its shape, its file and name there
   for path in [folder / exported.WEIGHTS] if found else _shards(folder):
-    new = _shapes(path)
-    shapes |= new
-    home |= dict.fromkeys(new, path)
+    for there, shape in _shapes(path).items():
+      name = _text_name(there) if images else there
+      if name is not None:
+        shapes[name], home[name] = shape, (path, there)
 
   def read(name):
-    with _open(home[name]) as f:
-      return f.get_tensor(name)
+    path, there = home[name]
+    with _open(path) as f:
+      return f.get_tensor(there)
 
   return weights.checked(
     weights.Source(
@@ -54,6 +62,16 @@ def open_folder(folder, *, draft=False):
       lacks=found,
     )
   )
+
+
+def _text_name(name):
+  """The name of a tensor in the text model alone, None: it is not of it."""
+  if _IMAGES.fullmatch(name):
+    return None
+  for begin, own in _TEXT.items():
+    if name.startswith(begin):
+      return own + name.removeprefix(begin)
+  return name
 
 
 def _shards(folder):

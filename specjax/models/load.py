@@ -196,7 +196,7 @@ def part(model, *, layers, ids=None):
   for i in range(depth):
     del params[f"layer_{i}"]
   params |= {f"layer_{i}": layer for i, layer in enumerate(kept)}
-  config = dataclasses.replace(config, layers=len(layers))
+  config = transformer.some_layers(config, layers)
   if ids is not None:
     params["head"] = matrix.in_blocks(_head(params, config, ids), config.block)
     config = dataclasses.replace(config, tied=False, head_size=len(ids))

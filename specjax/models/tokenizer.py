@@ -13,9 +13,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import decoders, models, processors
 
 from specjax.errors import UserError
+from specjax.models import gguf_vocab
 
 
 class Tokenizer(NamedTuple):
@@ -122,35 +123,14 @@ def byte_level(vocab_size: int) -> Tokenizer:
   bytes_ = [chr(b if b in printable else next(others)) for b in range(256)]
   names = ["<|end|>", *(f"⟨{i}⟩" for i in range(BYTE_END + 1, vocab_size))]
   vocab = {name: i for i, name in enumerate(bytes_ + names)}
-  backend = _byte_backend(models.BPE(vocab=vocab, merges=[]), cuts=[])
+  backend = gguf_vocab.byte_backend(models.BPE(vocab=vocab, merges=[]), cuts=[])
   backend.add_special_tokens(["<|end|>"])
   return _finish(backend, {BYTE_END}, bos=None, eos="<|end|>", template=None)
 
 
-# The expressions of llama.cpp's llama-vocab.cpp, as tokenizer.json files write
-# them: it drops the last |\s+ because it keeps what lies between matches.
-GPT2 = (
-  r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-)
-LLAMA3 = (
-  r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
-  r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
-  return pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
-
-
-PRE_TOKENIZERS = {  # tokenizer.ggml.pre -> how BPE's words are cut
-  "gpt-2": [_split(GPT2)],
-  "llama-bpe": [_split(LLAMA3)],
-  "qwen2": [_split(LLAMA3.replace("{1,3}", ""))],
-  "smollm": [pre_tokenizers.Digits(individual_digits=True), _split(GPT2)],
-}
 # llama.cpp ends generation at these even if no key says so.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>")
-END_TOKENS += ("<|eot_id|>", "<|eom_id|>")
+END_TOKENS += ("<|eot_id|>", "<|eom_id|>", "<end_of_turn>")
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # values of tokenizer.ggml.token_type
 
 
@@ -160,7 +140,7 @@ def from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
   Raises:
     UserError: a key is missing, or the tokenizer is of a kind not known here.
   """
-  backend = _gguf_backend(fields)
+  backend = gguf_vocab.backend(fields)
   tokens = fields["tokenizer.ggml.tokens"]
   types = fields.get("tokenizer.ggml.token_type", [])
   names = ("bos", "eos", "eot", "eom")
@@ -176,44 +156,15 @@ def from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
   backend.add_tokens([added(i) for i in sorted(defined)])
   backend.add_special_tokens([added(i) for i in sorted(control)])
   text = {k: tokens[i] for k, i in named.items()}
-  # Of these, only Llama 3 has a BOS where no key says so (llama.cpp).
-  llama3 = fields["tokenizer.ggml.pre"] == "llama-bpe"
-  if fields.get("tokenizer.ggml.add_bos_token", llama3) and "bos" in named:
+  # Llama 3 and SentencePiece have a BOS where no key says so (llama.cpp).
+  has = gguf_vocab.begins(fields)
+  if fields.get("tokenizer.ggml.add_bos_token", has) and "bos" in named:
     backend.post_processor = processors.TemplateProcessing(
       single=[text["bos"], "$A"],
       special_tokens=[(text["bos"], named["bos"])],
     )
   template = fields.get("tokenizer.chat_template")
   return _finish(backend, stop_ids, text.get("bos"), text.get("eos"), template)
-
-
-def _gguf_backend(fields: Mapping[str, Any]) -> tokenizers.Tokenizer:
-  folder = "or use the model's folder with its tokenizer.json"
-  for key in ("model", "pre", "tokens", "merges"):
-    if (value := fields.get(f"tokenizer.ggml.{key}")) is None:
-      raise UserError(
-        f"the GGUF has no tokenizer.ggml.{key}; convert it again, {folder}"
-      )
-    known = {"model": ["gpt2"], "pre": PRE_TOKENIZERS}.get(key)
-    if known and value not in known:
-      raise UserError(
-        f"tokenizer.ggml.{key} is {value!r}, this reads {', '.join(known)}; "
-        f"take another GGUF, {folder}"
-      )
-  tokens, pre = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.pre"]
-  vocab = {token: i for i, token in enumerate(tokens)}
-  if len(vocab) < len(tokens):
-    raise UserError("tokenizer.ggml.tokens names a token twice; convert again")
-  merges = [tuple(m.split(" ", 1)) for m in fields["tokenizer.ggml.merges"]]
-  whole = pre == "llama-bpe"  # it has words that no merges reach
-  try:
-    bpe = models.BPE(vocab=vocab, merges=merges, ignore_merges=whole)
-  except Exception as error:  # the library raises nothing more precise
-    raise UserError(f"tokenizer.ggml.merges does not fit: {error}") from None
-  backend = _byte_backend(bpe, PRE_TOKENIZERS[pre])
-  if pre == "qwen2":  # Qwen's own tokenizer.json does this, llama.cpp does not
-    backend.normalizer = normalizers.NFC()
-  return backend
 
 
 def from_folder(path: str | pathlib.Path) -> Tokenizer:
@@ -277,14 +228,6 @@ def _token_text(backend, config: Mapping[str, Any], name: str) -> str | None:
   if token is not None and backend.token_to_id(token) is None:
     raise UserError(f"{name}_token {token!r} is not in tokenizer.json")
   return token
-
-
-def _byte_backend(bpe: models.BPE, cuts: list) -> tokenizers.Tokenizer:
-  backend = tokenizers.Tokenizer(bpe)
-  to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-  backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, to_bytes])
-  backend.decoder = decoders.ByteLevel()
-  return backend
 
 
 def _finish(backend, stop_ids, bos, eos, template) -> Tokenizer:

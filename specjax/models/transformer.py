@@ -1,15 +1,15 @@
 """The decoder-only transformer, as a Flax module that ends in a `Target`.
 
 RMSNorm before each block, rotary positions, grouped-query attention, SwiGLU
-(Touvron et al. 2023; Dubey et al. 2024). Layers are unrolled, each with its
-own arrays, and q/k/v and gate/up are one matrix each, input-major [in, out] or
-in blocks of columns: a decode step reads every weight once and XLA copies none
-of them. Nothing outside this file knows Flax.
+(Touvron et al. 2023; Dubey et al. 2024), and switches for what other families
+do besides; one that is off leaves nothing in the program. Layers are unrolled,
+each with its own arrays, and q/k/v and gate/up are one matrix each, input-major
+[in, out] or in blocks of columns: a decode step reads every weight once and XLA
+copies none of them. Nothing outside this file knows Flax.
 """
 
 import dataclasses
 import functools
-import math
 import zlib
 
 import jax
@@ -42,54 +42,20 @@ class Config:
   qkv_bias: bool = False
   out_bias: bool = False
   mlp_bias: bool = False
-
-
-def rotary(positions, inv_freq):
-  """cos and sin [B, T, 1, head_dim / 2] of position * frequency.
-
-  Made once a step: in every layer they would cost more than the attention.
-  """
-  angle = positions[..., None, None] * jnp.asarray(inv_freq, jnp.float32)
-  return jnp.cos(angle), jnp.sin(angle)
-
-
-def rotate(x, cos, sin):
-  """Rotate the pairs (x_i, x_{i + head_dim / 2}) of x [B, T, heads, head_dim].
-
-  Su et al. 2021, eq. 34, in the half-split layout of Hugging Face weights.
-  """
-  a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-  turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-  return turned.astype(x.dtype)
-
-
-def attend(q, layer, mask):
-  """softmax(q k^T / sqrt(head_dim)) v, in float32, over visible slots.
-
-  Args:
-    q: [B, T, H, head_dim]; layer: a `cache.KV`, H a multiple of its G.
-    mask: [B, T, S], True where a query sees a slot.
-
-  Returns:
-    [B, T, H, head_dim]
-  """
-  B, T, H, d = q.shape
-  *lead, _, S = layer.k.shape  # (B * G,) or (B, G)
-  G = math.prod(lead) // B
-  # the queries that share a key head are one matrix
-  q = q.reshape(B, T, G, H // G, d).transpose(0, 2, 1, 3, 4)
-  scores = jnp.einsum(
-    "...nd,...ds->...ns",
-    q.reshape(*lead, -1, d),
-    layer.k,
-    preferred_element_type=jnp.float32,
-  )
-  scores = scores.reshape(B, G, T, H // G, S) * d**-0.5
-  scores = jnp.where(mask[:, None, :, None], scores, -jnp.inf)
-  weights = jax.nn.softmax(scores, axis=-1).astype(layer.v.dtype)
-  out = jnp.einsum("...ns,...sd->...nd", weights.reshape(*lead, -1, S), layer.v)
-  out = out.reshape(B, G, T, H // G, d).transpose(0, 2, 1, 3, 4)
-  return out.reshape(B, T, H, d)
+  # Switches of families; `families.py` says which has which.
+  qk_norm: bool = False  # RMSNorm of each head's query and key
+  post_norms: bool = False  # RMSNorm also of what attention and MLP add
+  norm_offset: bool = False  # norms multiply by 1 + scale
+  gelu: bool = False  # the MLP's gate is GELU (tanh form), not SiLU
+  embed_scaled: bool = False  # embeddings are multiplied by sqrt(width)
+  query_scalar: float | None = None  # scores / its root, None: head_dim
+  score_cap: float | None = None  # scores become cap * tanh(scores / cap)
+  logit_cap: float | None = None  # and so do logits
+  windows: tuple[int, ...] = ()  # [L] tokens that a layer sees, its own the
+  # last; 0: all. () if all layers see all
+  local_inv_freq: tuple[
+    float, ...
+  ] = ()  # of layers with a window, (): no other
 
 
 # Flax asks for an initialiser and takes the shape from it; `init` below makes
@@ -98,15 +64,21 @@ _SHAPE_ONLY = nn.initializers.zeros
 
 
 class RMSNorm(nn.Module):
-  """x / sqrt(mean(x^2) + eps) * scale (Zhang and Sennrich 2019)."""
+  """x / sqrt(mean(x^2) + eps) * scale (Zhang and Sennrich 2019).
+
+  With an offset, * (1 + scale), in float32: narrow types have no 1 + 1e-3.
+  """
 
   eps: float
+  offset: bool = False
 
   @nn.compact
   def __call__(self, x):
     scale = self.param("scale", _SHAPE_ONLY, x.shape[-1:])
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + self.eps)
+    if self.offset:
+      return (y * (1 + scale.astype(jnp.float32))).astype(x.dtype)
     return y.astype(x.dtype) * scale
 
 
@@ -132,18 +104,24 @@ class Layer(nn.Module):
   config: Config
 
   @nn.compact
-  def __call__(self, x, positions, angles, mask, cache):
+  def __call__(self, x, positions, view, cache):
     c = self.config
     B, T, _ = x.shape
-    y = RMSNorm(c.norm_eps, name="attn_norm")(x)
+    norm = functools.partial(RMSNorm, c.norm_eps, c.norm_offset)
+    y = norm(name="attn_norm")(x)
     heads = c.heads + 2 * c.kv_heads
     linear = functools.partial(Linear, block=c.block)
     y = linear(heads * c.head_dim, c.qkv_bias, name="qkv")(y)
     y = y.reshape(B, T, heads, c.head_dim)
     keys, n = c.heads + c.kv_heads, matrix.shards(c)
     own = functools.partial(matrix.cut, shards=n["qkv"], axis=2)
-    turned = rotate(own(y, 0, keys), *angles)
-    q, k = own(turned, 0, c.heads), own(turned, c.heads, keys)
+    if c.qk_norm:
+      q = norm(name="q_norm")(own(y, 0, c.heads))
+      k = norm(name="k_norm")(own(y, c.heads, keys))
+      q, k = (attention.rotate(x, *view.angles) for x in (q, k))
+    else:
+      turned = attention.rotate(own(y, 0, keys), *view.angles)
+      q, k = own(turned, 0, c.heads), own(turned, c.heads, keys)
     v = own(y, keys, heads)
     if cache is None or isinstance(cache, kv.Passes):
       own = kv.from_tokens(k, v)
@@ -151,15 +129,21 @@ class Layer(nn.Module):
       cache = own
     else:
       seen = cache = kv.write(cache, k, v, positions)
-    y = attention.in_turns(attend, q, seen, mask).reshape(B, T, -1)
-    x = x + linear(c.width, c.out_bias, name="out")(y)
+    attend = functools.partial(
+      attention.attend, scalar=c.query_scalar, cap=c.score_cap
+    )
+    y = attention.in_turns(attend, q, seen, view.mask).reshape(B, T, -1)
+    y = linear(c.width, c.out_bias, name="out")(y)
+    x = x + (norm(name="attn_post_norm")(y) if c.post_norms else y)
 
-    y = RMSNorm(c.norm_eps, name="mlp_norm")(x)
+    y = norm(name="mlp_norm")(x)
     y = linear(2 * c.hidden, c.mlp_bias, name="gate_up")(y)
     own = functools.partial(matrix.cut, shards=n["gate_up"])
     gate, up = own(y, 0, c.hidden), own(y, c.hidden, 2 * c.hidden)
-    y = jax.nn.silu(gate) * up
-    return x + linear(c.width, c.mlp_bias, name="down")(y), cache
+    y = (jax.nn.gelu if c.gelu else jax.nn.silu)(gate) * up
+    y = linear(c.width, c.mlp_bias, name="down")(y)
+    x = x + (norm(name="mlp_post_norm")(y) if c.post_norms else y)
+    return x, cache
 
 
 class Transformer(nn.Module):
@@ -174,18 +158,22 @@ class Transformer(nn.Module):
       shape = matrix.shape(c.width, c.head_size or c.vocab_size, c.block)
       self.head = self.param("head", _SHAPE_ONLY, shape)
     self.layers = [Layer(c, name=f"layer_{i}") for i in range(c.layers)]
-    self.norm = RMSNorm(c.norm_eps)
+    self.norm = RMSNorm(c.norm_eps, c.norm_offset)
 
   def __call__(self, tokens, positions, cache=None, features=()):
+    c = self.config
     x = self.embed[tokens]  # [B, T, D]
-    angles = rotary(positions, self.config.inv_freq)
+    if c.embed_scaled:
+      x = x * jnp.asarray(c.width**0.5, x.dtype)
     if cache is None:
-      mask = positions[:, None, :] <= positions[:, :, None]
+      places = positions[:, None, :]
     else:
-      mask = kv.visible(positions, kv.num_slots(cache))
+      places = jnp.arange(kv.num_slots(cache))
+    mask = places <= positions[:, :, None]
+    views = attention.views(c, positions, mask, places)
     taps, caches = {}, []
     for i, layer in enumerate(self.layers):
-      x, new = layer(x, positions, angles, mask, cache and cache[i])
+      x, new = layer(x, positions, views[i], cache and cache[i])
       taps[i] = x
       caches.append(new)
     B, T, D = x.shape
@@ -197,20 +185,22 @@ class Transformer(nn.Module):
     head = self.embed.T if self.config.tied else self.head
     # narrow weights still give float32 logits, which decide the law
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
-    return matrix.product(hidden, head, wide)
+    logits = matrix.product(hidden, head, wide)
+    return attention.capped(logits, self.config.logit_cap)
 
 
 def init(config, key, dtype=jnp.float32):
   """Return seeded random parameters of this architecture.
 
-  Scales are 1, biases 0, all else is normal(0, 0.02). Leaf by leaf: as one
-  program, thirty layers of random numbers take ten seconds to compile.
+  Norms multiply by 1, biases are 0, all else is normal(0, 0.02). Leaf by leaf:
+  as one program, thirty layers of random numbers take ten seconds to compile.
   """
 
   def leaf(path, spec):
     name = path[-1].key
     if name in ("scale", "bias"):
-      return jnp.full(spec.shape, name == "scale", dtype)
+      one = name == "scale" and not config.norm_offset
+      return jnp.full(spec.shape, one, dtype)
     leaf_key = jax.random.fold_in(key, zlib.crc32(str(path).encode()))
     return _normal(leaf_key, spec.shape, dtype)
 
@@ -270,18 +260,33 @@ def layers(config, params, x, positions, mask, caches):
   Returns:
     x, and what each layer's keys and values are now.
   """
-  angles, found = rotary(positions, config.inv_freq), []
+  # side by side, each of several passes has every place
+  places = jnp.arange(mask.shape[-1])
+  if caches and isinstance(caches[0], kv.Passes):
+    places %= x.shape[1]
+  views, found = attention.views(config, positions, mask, places), []
   for i in range(config.layers):
     tree = {"params": params[f"layer_{i}"]}
     past = caches and caches[i]
-    x, new = Layer(config).apply(tree, x, positions, angles, mask, past)
+    x, new = Layer(config).apply(tree, x, positions, views[i], past)
     found.append(new)
   return x, tuple(found)
 
 
-def norm(scale, x, eps):
-  """x / sqrt(mean(x^2) + eps) * scale."""
-  return RMSNorm(eps).apply({"params": {"scale": scale}}, x)
+def norm(scale, x, eps, offset=False):
+  """x / sqrt(mean(x^2) + eps) * scale, or * (1 + scale)."""
+  return RMSNorm(eps, offset).apply({"params": {"scale": scale}}, x)
+
+
+def some_layers(config, layers):
+  """The config of some of a model's layers, by their numbers."""
+  windows = config.windows and tuple(config.windows[i] for i in layers)
+  if not any(windows):  # one way to say it
+    windows = ()
+  local = config.local_inv_freq if windows else ()
+  return dataclasses.replace(
+    config, layers=len(layers), windows=windows, local_inv_freq=local
+  )
 
 
 def cache_shape(config):

@@ -70,6 +70,13 @@ BLOCKS = {  # a layer's own names -> the tensors', the parts in order
   "mlp_norm": ["post_attention_layernorm"],
   "gate_up": ["mlp.gate_proj", "mlp.up_proj"],
   "down": ["mlp.down_proj"],
+  "q_norm": ["self_attn.q_norm"],
+  "k_norm": ["self_attn.k_norm"],
+}
+_FOUR_NORMS = {  # with norms also behind: one name has another meaning
+  "attn_post_norm": ["post_attention_layernorm"],
+  "mlp_norm": ["pre_feedforward_layernorm"],
+  "mlp_post_norm": ["post_feedforward_layernorm"],
 }
 _STRIP = 64  # rows transposed at a time, so that both sides stay in the cache
 _LEAVES = {"scale": "weight", "kernel": "weight", "bias": "bias"}
@@ -88,6 +95,11 @@ def shapes(config, features=()):
 def num_parameters(config, features=()):
   """How many numbers such a tree has."""
   return sum(x.size for x in jax.tree.leaves(shapes(config, features)))
+
+
+def blocks(post_norms=False):
+  """BLOCKS of a model with or without `Config.post_norms`."""
+  return BLOCKS | _FOUR_NORMS if post_norms else BLOCKS
 
 
 def plan(config, features=()):
@@ -109,7 +121,8 @@ def _leaf(config, path, shape):
   i = layer.removeprefix("layer_")
   transposed = kind == "kernel"
   parts = {}
-  for part, width in zip(BLOCKS[block], widths, strict=True):
+  names = blocks(config.post_norms)[block]
+  for part, width in zip(names, widths, strict=True):
     name = f"model.layers.{i}.{part}.{_LEAVES[kind]}"
     parts[name] = (width, shape[0]) if transposed else (width,)
   return Leaf(path, shape, parts, transposed)
