@@ -75,6 +75,7 @@ def training():
     every=100,  # steps
     keep=2,  # the newest so many, beside the best
   )
+  c.export_dtype = "float32"  # or float16, bfloat16: half the file, rounded
   c.decode_with = "FILE.py"  # decode.py's config of this target
   c.log_every = 10  # steps
   c.seed = 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from specjax import asked, cli, costs, objective, sharding, speak
+from specjax import asked, cli, costs, export, objective, sharding, speak
 from specjax.errors import UserError
 from specjax.runtime import DTYPES
 from specjax.types import Sampling
@@ -19,6 +19,7 @@ _FREE = (
   "data.about",
   "data.cache",
   "decode_with",
+  "export_dtype",
   "mesh",
 )
 
@@ -33,6 +34,7 @@ def check(config):
     )
   _check_data(config.data, config.batch_size)
   _one_of("dtype", config.dtype, DTYPES)
+  _one_of("export_dtype", config.export_dtype, export.DTYPES)
   asked.check(config.draft)
   for key in (
     *("steps", "batch_size", "accumulate", "length", "chunk", "log_every"),

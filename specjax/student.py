@@ -50,6 +50,8 @@ class Student(NamedTuple):
   ids: tuple[int, ...] | None  # the token of each logit, None: all
   # layers of the target that it reads; (): a language model
   features: tuple[int, ...] = ()
+  # `overlap.read` of the weights that it begins with, None: none, or unknown
+  prompts: Any = None
 
 
 class _Start(NamedTuple):
@@ -59,6 +61,7 @@ class _Start(NamedTuple):
   params: Any
   ids: tuple[int, ...] | None
   features: tuple[int, ...] = ()
+  prompts: Any = None
 
 
 def merged(shared, params):
@@ -150,6 +153,7 @@ def make(config, teacher, found=None, *, ids=None, track=lambda leaves: leaves):
     jax.tree.map(_master, params),
     ids,
     start.features,
+    start.prompts,
   )
 
 
@@ -184,8 +188,8 @@ def _from_weights(asked, teacher, track):
     dtype=jnp.float32, untie=False, block=0, track=track, lent=lent
   )
   if not lacks:
-    return _Start(config, params, None)
-  return _Start(config, params, lacks.ids, lacks.features)
+    return _Start(config, params, None, prompts=file.prompts)
+  return _Start(config, params, lacks.ids, lacks.features, file.prompts)
 
 
 def _from_layers(asked, teacher, found):

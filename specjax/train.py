@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from specjax import (
   checkpoint,
@@ -268,6 +269,8 @@ def _finish(job, fed, log):
   params = checkpoint.restore(job.best, number, job.student.params)
   both = trajectories.concatenate([fed.train, fed.held_out])
   prompts = overlap.of(job.teacher.tokenizer, both)
+  if job.student.prompts is not None:
+    prompts = np.union1d(prompts, job.student.prompts)
   about = [config.data.about] if config.data.about else []
   export.save(
     job.folder / DRAFT,
@@ -287,6 +290,7 @@ def _finish(job, fed, log):
       "Versions": runtime.versions(),
     },
     prompts=prompts,
+    dtype=config.export_dtype,
   )
   rows = summary.rows(
     config, job.folder, log.rows, told["step"], fed, job.costs

@@ -20,6 +20,7 @@ import documented
 import jax
 import numpy as np
 import pytest
+import safetensors
 
 from configs import tiny_train
 from specjax import (
@@ -236,6 +237,28 @@ def test_a_feature_head_is_trained_and_goes_on(
   assert "['params']['fuse']['kernel']" in state
   assert "['params']['embed']" not in state
   assert _rows(folders[0])[-1].keys() == _rows(whole)[-1].keys()
+
+
+def test_a_run_begins_with_an_export(small, whole, tmp_path):
+  """Its export knows the prompts of both, and is as narrow as was asked."""
+  letters = "abcdefghijklmnopqrstu"
+  rows = [letters[i:] + letters[:i] for i in range(20)]  # 13 of these are a run
+  path = tmp_path / "others.jsonl"
+  rows = [json.dumps({"prompt": " ".join(row[:14])}) for row in rows]
+  path.write_text("\n".join(rows))
+  draft = shutil.copytree(whole / train.DRAFT, tmp_path / "draft")
+  overlap.write(draft, np.array([1, 2, 3], np.uint64))
+  more = {"draft.weights": str(draft), "draft.layers": (), "draft.head": 0}
+  more |= {"data.path": str(path), "data.from_draft": 0.0, "steps": 1}
+  folder = tmp_path / "run"
+  config = small(**more, export_dtype="float16")
+  assert train.run(config, folder) == 0
+  both = overlap.read(folder / train.DRAFT)
+  assert both[:3].tolist() == [1, 2, 3] and len(both) > 20
+  (weights,) = (folder / train.DRAFT).glob("*.safetensors")
+  with safetensors.safe_open(weights, "numpy") as f:
+    assert {f.get_slice(name).get_dtype() for name in f.keys()} == {"F16"}  # noqa: SIM118
+  assert "float16" in (folder / train.DRAFT / "README.md").read_text()
 
 
 @pytest.mark.slow
@@ -567,6 +590,7 @@ def test_one_prompt_cannot_be_split(tmp_path, small):
     ({"dtype": "floot32"}, "did you mean float32"),
     ({"data.source": "prompt"}, "did you mean prompts"),
     ({"data.path": ""}, "type --config.data.path=FILE.jsonl of prompts"),
+    ({"export_dtype": "float8"}, "export_dtype must be one of float32"),
     ({"data.held_out": 0.0}, "held_out must be between 0 and 1"),
     ({"data.held_out": float("nan")}, "held_out must be between 0 and 1"),
     ({"data.from_draft": 1.0}, r"from_draft must be in \[0, 1\)"),
