@@ -38,7 +38,7 @@ def main(argv):
     terminal,
   )
 
-  settings.check(config)
+  config = settings.checked(config)
   if _JSON.value is not None:
     report.check_path(_JSON.value)
   todo = prompts.read(config)

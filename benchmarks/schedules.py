@@ -149,8 +149,7 @@ def _table(title, rows):
 
 def main(argv):
   del argv
-  config, out = _CONFIG.value, terminal.console()
-  settings.check(config)
+  config, out = settings.checked(_CONFIG.value), terminal.console()
   dtype, todo = runtime.setup(config.dtype), _todo(config)
   opened = terminal.open_target(out, config)
   model = load.model(opened, dtype=dtype)

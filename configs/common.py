@@ -12,6 +12,7 @@ def decoding():
     name="ngram",  # lm, feature, ngram or replay: specjax/drafters
     weights="",  # lm: a model of its own, named as the target is; feature: a
     # head that train_draft.py exported
+    shipped="",  # feature: the head where no weights are named, in this project
     layers=(),  # lm: or layers of the target, such as 0,1,29; -1 is the last
     head=0,  # lm: only the first so many ids, and the end tokens; 0 for all
     num_tokens=4,  # K, drafted tokens a round; the most, with a schedule:

@@ -90,7 +90,7 @@ def opened(config, target, open_model=_opened):
     ids=ids,
     config=architecture,
     features=features(own),
-    lookup=asked.lookup,
+    lookup=asked.lookup if asked.name == "feature" else 0,
   )
 
 

@@ -47,7 +47,7 @@ def main(argv):
   # Imported here: --help and a mistyped key need not wait for JAX.
   from specjax import report, settings, terminal
 
-  settings.check(config)
+  config = settings.checked(config)
   if path is not None:
     report.check_path(path)
   out = terminal.console()

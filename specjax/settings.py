@@ -1,7 +1,9 @@
 """Refuse a config's impossible values before anything is loaded."""
 
+import copy
 import json
 import math
+from pathlib import Path
 
 from specjax import cli, request, sharding, types
 from specjax.errors import UserError
@@ -15,6 +17,23 @@ _SCHEDULES = ("constant", "auto", "adaptive")
 def decoders(config):
   """Return the names of the decoders that a config asks for."""
   return DECODERS if config.decoder == "both" else (config.decoder,)
+
+
+def checked(config):
+  """Check a config, and return it with the shipped head named if it means that.
+
+  So reports say what drafted. A path that is not there is the project's.
+  """
+  check(config)
+  draft = config.draft
+  if draft.name != "feature" or draft.weights or not draft.shipped:
+    return config
+  path = Path(draft.shipped)
+  own = Path(__file__).parents[1] / path
+  c = copy.deepcopy(config)
+  with c.unlocked():
+    c.draft.weights = str(path if path.exists() or not own.exists() else own)
+  return c
 
 
 def check(config):
@@ -154,15 +173,10 @@ def _check_method(draft):
       " (a model of its own) and --config.draft.layers=0,1 (layers of the"
       f" target), got {' and '.join(chosen) or 'neither'}"
     )
-  if draft.name == "feature" and not draft.weights:
+  if draft.name == "feature" and not (draft.weights or draft.shipped):
     raise UserError(
       "--config.draft.name=feature needs --config.draft.weights=FOLDER, a head"
       " that train_draft.py exported"
-    )
-  if draft.lookup and draft.name != "feature":
-    raise UserError(
-      "--config.draft.lookup is for --config.draft.name=feature, whose head can"
-      f" sit out a round; the draft is {draft.name}"
     )
   given = chosen + ["head"] * (draft.head > 0)
   given += [k for k in ("temperature", "top_p") if draft[k] >= 0]

@@ -114,7 +114,6 @@ def test_commands_in_docstrings_name_this_config(path):
     ("draft.weights", "a.gguf", "draft.weights is for --config.draft.name=lm"),
     ("draft.head", 100, "draft.head is for --config.draft.name=lm"),
     ("draft.lookup", 9, "draft.lookup must be in 0..8"),
-    ("draft.lookup", 2, "draft.lookup is for --config.draft.name=feature"),
     (
       "draft.name",
       "lm",
@@ -158,3 +157,20 @@ def test_random_needs_an_architecture():
   config.target = "random"
   with pytest.raises(UserError, match=r"configs/tiny\.py"):
     settings.check(config)
+
+
+def test_a_shipped_head_is_named(tmp_path, monkeypatch):
+  """From anywhere; weights that are named win; other methods need none."""
+  config = _build("tiny", "")
+  config.draft.update(name="feature", shipped="configs", weights="")
+  assert settings.checked(config).draft.weights == "configs"
+  assert config.draft.weights == ""  # what was given stays as it is
+  monkeypatch.chdir(tmp_path)
+  found = Path(settings.checked(config).draft.weights)
+  assert found.samefile(ROOT / "configs")
+  config.draft.shipped = "none"
+  assert settings.checked(config).draft.weights == "none"
+  config.draft.weights = "mine"
+  assert settings.checked(config) is config
+  config.draft.update(name="ngram", weights="", shipped="configs")
+  assert settings.checked(config) is config
