@@ -34,9 +34,15 @@ def test_config(name, arg):
     families.from_hf(config.architecture)
 
 
-@pytest.mark.parametrize("name", TRAINING)
-def test_training_config(name):
-  config = _build(name, "")
+@pytest.mark.parametrize(
+  "name, arg",
+  [(name, "") for name in TRAINING]
+  + [("smollm2_feature_train", arg) for arg in ("texts", "answers")],
+)
+def test_training_config(name, arg):
+  config = _build(name, arg)
+  if arg == "answers":
+    config.draft.weights = "runs/texts/draft"  # as its docstring has it
   if not config.data.path:  # the user's
     config.data.path = "configs/tiny_prompts.jsonl"
   recipe.check(config)
