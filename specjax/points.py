@@ -175,7 +175,7 @@ def prepare(workdir, spec, kind, common, found, launcher):
     "points": [point.name for point in found],
     "overrides_common": common,
   }
-  old = _sweep(workdir)
+  old = _sweep(workdir, new["points"])
   if old:
     _check_same(workdir, old, new)
     added = [point for point in new["points"] if point not in old["points"]]
@@ -196,10 +196,15 @@ def prepare(workdir, spec, kind, common, found, launcher):
     ) from e
 
 
-def _sweep(workdir):
-  """What sweep.json says, None in a new folder."""
+def _sweep(workdir, names):
+  """What sweep.json says, None in a new folder.
+
+  A folder with a point's name may be empty as yet: another process is making
+  the same ones, as jobs of a cloud do that begin together.
+  """
   if workdir.is_dir() and not (workdir / SWEEP).exists():
-    left = [p.name for p in workdir.iterdir() if not (p / POINT).exists()]
+    inside = [p for p in workdir.iterdir() if p.name not in names]
+    left = [p.name for p in inside if not (p / POINT).exists()]
     if left:
       raise UserError(
         f"--workdir={workdir} holds {left[0]} and no {SWEEP}; name a new folder"

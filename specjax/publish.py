@@ -3,7 +3,10 @@
 import csv
 import functools
 import io
+import os
+import re
 import sys
+from pathlib import Path
 
 import rich.console
 import rich.table
@@ -26,6 +29,7 @@ def publish(folder):
     raise UserError("no folder: type python -m specjax.report FOLDER")
   out = terminal.console()
   bar = functools.partial(terminal.track, out)
+  _check_names(Path(folder))
   found = gather.gather(folder, bar("reading"))
   columns, table = rows.flat(found.runs)
   records = {run.name: run.record for run in found.runs}
@@ -43,16 +47,29 @@ def publish(folder):
     terminal.note(out, f"wrote {found.folder / name}")
 
 
+def _check_names(folder):
+  """Raise UserError, before anything is drawn, for a name that is taken."""
+  for name in (CSV, HTML):
+    if os.path.isdir(folder / name):
+      raise UserError(
+        f"cannot write {folder / name}: it is a folder; rename it"
+      )
+  if os.path.isfile(folder / FIGURES):
+    raise UserError(
+      f"cannot write {folder / FIGURES}/: it is a file; rename it"
+    )
+
+
 def _pictures(folder, drawn):
   """Write the PNGs; those of an earlier report that are no more go."""
   names = {f"{figure.name}.png" for figure in drawn}
+  ours = re.compile(rf"({'|'.join(figures.KINDS)})(_\d+)?\.png")
   try:
     if names:
       folder.mkdir(exist_ok=True)
-    for kind in figures.KINDS:
-      for old in [*folder.glob(f"{kind}.png"), *folder.glob(f"{kind}_*.png")]:
-        if old.name not in names:
-          old.unlink()
+    for old in [*folder.glob("*.png")]:
+      if ours.fullmatch(old.name) and old.name not in names:
+        old.unlink()
   except OSError as e:
     raise UserError(f"cannot write {folder}: {e.strerror}") from e
   for figure in drawn:

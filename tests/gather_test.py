@@ -12,7 +12,16 @@ import warnings
 import numpy as np
 import pytest
 
-from specjax import figures, gather, heat, lenient, naming, publish, rows
+from specjax import (
+  figures,
+  gather,
+  heat,
+  lenient,
+  naming,
+  points,
+  publish,
+  rows,
+)
 from specjax.errors import UserError
 
 CPU = {"platform": "cpu", "name": "a CPU", "cores": 2}
@@ -411,13 +420,69 @@ def test_pictures_that_are_no_more_go(tmp_path):
   _write(tmp_path / "a.json", decode())
   _write(tmp_path / "b.json", decode(batch=4))
   _published(tmp_path)
-  mine = tmp_path / "figures" / "mine.png"
-  mine.write_bytes(b"")
+  own = [tmp_path / "figures" / f"{x}.png" for x in ("mine", "training_mine")]
+  for mine in own:
+    mine.write_bytes(b"")
   assert (tmp_path / "figures" / "batch_by_k.png").exists()
   (tmp_path / "b.json").unlink()
   _published(tmp_path)
-  assert mine.exists()
+  assert all(mine.exists() for mine in own)
   assert not (tmp_path / "figures" / "batch_by_k.png").exists()
+
+
+def _files(folder):
+  """{name: bytes} of all below a folder."""
+  paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+  return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def test_its_own_files_are_no_runs(tmp_path):
+  """A report of a sweep, of it again, of a point, of the sweep once more.
+
+  Wherever files of its names lie, they are neither read nor, in folders that
+  are not the one that was named, touched.
+  """
+  sweep = tmp_path / "a"
+  one = point(sweep, "K=1", decode(1), overrides={"draft.num_tokens": 1})
+  two = point(sweep, "K=2", decode(2), overrides={"draft.num_tokens": 2})
+  trained = point(sweep, "seed=1", training(), overrides={"seed": 1})
+  for name in ("report.html", "report.csv", "curves.png", "report.json"):
+    (one / name).write_text("another's")
+  (two / "figures").mkdir()
+  (two / "figures" / "acceptance.png").write_text("another's")
+  before = _files(sweep)
+  publish.publish(sweep)
+  first = _files(sweep)
+  assert {name: first[name] for name in before} == before
+  assert all(
+    name.startswith(("report.", "figures/")) for name in first.keys() - before
+  )
+  publish.publish(sweep)
+  assert _files(sweep) == first
+  for folder in (one, trained / "run", tmp_path):
+    publish.publish(folder)
+    assert len(_csv(folder)) == (3 if folder == tmp_path else 1)
+  publish.publish(sweep)
+  again = _files(sweep)
+  assert {name: again[name] for name in first if name[:3] != "K=1"} == {
+    name: data for name, data in first.items() if name[:3] != "K=1"
+  }
+  assert points.read(one / "point.json")  # and it is a point still
+  assert points.state(one) == points.state(trained) == "done"
+
+
+@pytest.mark.parametrize("name", ["report.csv", "report.html", "figures"])
+def test_a_name_that_is_taken_is_said_before_anything_is_written(
+  tmp_path, name
+):
+  _write(tmp_path / "a.json", decode())
+  if name == "figures":
+    (tmp_path / name).write_text("")
+  else:
+    (tmp_path / name).mkdir()
+  with pytest.raises(UserError, match=f"cannot write .*{name}/?: it is a f"):
+    publish.publish(tmp_path)
+  assert {path.name for path in tmp_path.iterdir()} == {"a.json", name}
 
 
 def test_points_that_are_not_done(tmp_path):

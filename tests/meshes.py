@@ -5,6 +5,7 @@
 The last line is JSON. Each case compares a mesh with one device.
 """
 
+import functools
 import json
 import math
 import re
@@ -14,9 +15,9 @@ import jax
 import ml_collections
 import numpy as np
 
-from specjax import checkpoint, generate, placing, request, sharding
+from specjax import checkpoint, generate, placing, request, sharding, types
 from specjax import step as steps
-from specjax.drafters import feature, lm, ngram
+from specjax.drafters import feature, lm, ngram, replay
 from specjax.models import load
 
 ARCHITECTURE = dict(
@@ -32,6 +33,12 @@ ARCHITECTURE = dict(
   rms_norm_eps=1e-5,
   tie_word_embeddings=False,
 )
+# SmolLM2's heads, which neither 2 nor 4 nor 8 devices divide
+NINE = ARCHITECTURE | dict(
+  hidden_size=72, num_attention_heads=9, num_key_value_heads=3
+)
+# each part of a matrix or a cache is larger than anything that has to travel
+WIDE = ARCHITECTURE | dict(hidden_size=320, intermediate_size=512)
 PROMPTS = [[1], [2, 3], [5, 6] * 40, [9] * 30, [3, 1, 4, 1, 5], [8], [0] * 2]
 PROMPTS += [[7]]
 N, K = 20, 3
@@ -52,31 +59,40 @@ def asked(temperature):
   )
 
 
-def draft_of(kind, model):
-  """(Drafter, parameters) of a method on the mesh of a `load.Model`."""
+def draft_of(kind, model, earlier=None):
+  """(Drafter, parameters) of a method on the mesh of a `load.Model`.
+
+  Args:
+    earlier: [B, N] tokens for `replay`.
+  """
   if kind == "ngram":
     return ngram.make(288), ()
+  if kind == "replay":
+    return replay.make(288), replay.Params(earlier, np.float32(0.8))
   if kind == "lm":
     part = load.part(model, layers=(0,))
     return lm.make(part.target, 288), part.params
   whole = load.part(load.whole(model), layers=(1,))
   config = feature.Config(whole.loaded, (0, 1))
-  params = {**whole.params, **feature.begin(config)}
+  params = {**whole.params, **feature.begin(config, 1.0)}
   drafter = sharding.drafter(feature.make(config, 288), model.mesh)
   if model.mesh is not None:
     params = sharding.params(model.mesh, whole.loaded, params)
   return drafter, params
 
 
-def decode(shape, *kinds):
+def decode(shape, *kinds, architecture=ARCHITECTURE):
   """Which of some drafts and verifiers give the tokens of one device.
 
+  And, of drafts, the very acceptances: a draft that a mesh had spoilt would
+  still be corrected by the target.
+
   Args:
-    kinds: DRAFT:VERIFIER; at T = 0, in coupled mode at other temperatures too.
+    kinds: DRAFT:VERIFIER; at T = 0, in coupled mode at other temperatures.
   """
   mixed = [0.0, 0.7, 1.0, 0.0, 1.5, 0.5, 1.0, 0.7]
-  opened = load.random(ARCHITECTURE)
-  plain, found, told, compiled = {}, {}, {}, []
+  opened = load.random(architecture)
+  plain, accepted, found, told, compiled = {}, {}, {}, {}, []
   jax.monitoring.register_event_duration_secs_listener(
     lambda event, *_, **__: "backend_compile" in event and compiled.append(1)
   )
@@ -91,38 +107,60 @@ def decode(shape, *kinds):
       told["compiled again"] = len(compiled)
       found[f"plain, {name}"] = bool((tokens == plain.get(name, tokens)).all())
       plain.setdefault(name, tokens)
-  told["sharding"] = str(model.params["layer_0"]["qkv"]["kernel"].sharding.spec)
+    for kind in kinds:
+      name, verifier = kind.split(":")
+      coupled = verifier == "coupled"
+      want = plain["mixed" if coupled else "greedy"]
+      drafter, params = draft_of(name, model, want)
+      out = generate.speculative(
+        *(model.target, drafter, model.params, params),
+        asked(mixed if coupled else 0.0),
+        num_draft=K,
+        max_new_tokens=N,
+        verifier=verifier,
+      )
+      before = accepted.setdefault(kind, out.accepted)
+      same = (out.tokens == want).all() and (out.accepted == before).all()
+      found[kind] = found.get(kind, True) and bool(same)
+      told[f"{kind} accepted"] = int(out.accepted.sum())
   told["parts"] = len(
     {str(s.index) for s in model.params["head"].addressable_shards}
   )
-  for kind in kinds:
-    name, verifier = kind.split(":")
-    coupled = verifier == "coupled"
-    drafter, params = draft_of(name, model)
-    out = generate.speculative(
-      *(model.target, drafter, model.params, params),
-      asked(mixed if coupled else 0.0),
-      num_draft=K,
-      max_new_tokens=N,
-      verifier=verifier,
-    )
-    same = out.tokens == plain["mixed" if coupled else "greedy"]
-    found[kind] = bool(same.all())
-    told[f"{kind} accepted"] = int(out.accepted.sum())
   return {"same": found, **told}
 
 
-def collectives(shape):
-  """[elements, kind, where] of all that a plain step sends over a mesh."""
-  model = load.model(load.random(ARCHITECTURE), mesh=mesh_of(shape))
-  call = model.target, model.params
-  state = generate.start(*call, asked(0.0), max_new_tokens=N)
-  program = generate._advance.lower(*call, state, np.int32(8)).compile()
+def collectives(shape, kind="plain"):
+  """All that a step, or a round with a draft, sends over a mesh.
+
+  Returns:
+    sent: [elements, kind, where] of each; part: elements of the smallest part
+    of a matrix or a cache that a device holds.
+  """
+  wide = kind != "plain"
+  opened = load.random(WIDE if wide else ARCHITECTURE)
+  model = load.model(opened, mesh=mesh_of(shape))
+  call, draft = (model.target, model.params), None
+  if wide:
+    draft = types.Draft(*draft_of(kind, model), K)
+  state = generate.start(*call, asked(0.0), max_new_tokens=N, draft=draft)
+  if wide:
+    both = model.target, draft.drafter, model.params, draft.params
+    how = dict(num_draft=K, verifier=draft.verifier)
+    lowered = generate._speculate.lower(*both, state, np.int32(8), **how)
+  else:
+    lowered = generate._advance.lower(*call, state, np.int32(8))
   kinds = "all-gather|all-reduce|collective-permute|all-to-all|reduce-scatter"
   line = rf'= \w+\[([\d,]*)\]\S* ({kinds})\(.*op_name="([^"]*)"'
   size = lambda text: math.prod(int(n) for n in text.split(",") if n)
-  found = re.findall(line, program.as_text())
-  return [(size(shape), kind, where) for shape, kind, where in found]
+  found = re.findall(line, lowered.compile().as_text())
+  sent = [(size(shape), kind, where) for shape, kind, where in found]
+  held = model.params, draft and draft.params, state.cache, state.draft
+  parts = [
+    x.addressable_shards[0].data.size
+    for x in jax.tree.leaves(held)
+    if x.ndim > 1 and x.size > len(PROMPTS) * WIDE["hidden_size"]
+  ]
+  return {"sent": sent, "part": min(parts)}
 
 
 def restore(folder):
@@ -152,4 +190,5 @@ def restore(folder):
 
 if __name__ == "__main__":
   cases = dict(decode=decode, collectives=collectives, restore=restore)
+  cases["decode_nine"] = functools.partial(decode, architecture=NINE)
   print(json.dumps(cases[sys.argv[1]](*sys.argv[2:])))

@@ -18,9 +18,10 @@ import pytest
 import yaml
 
 from configs import common, smollm2, tiny, tiny_train
-from specjax import engines, folders, point, points, standing, sweep
+from specjax import engines, folders, gather, point, points, standing, sweep
 from specjax.engines import local
 from specjax.errors import UserError
+from specjax.rows import flat
 
 ROOT = Path(__file__).parents[1]
 
@@ -576,6 +577,51 @@ def test_ray(checkout, check):
   check("--launcher=ray")
 
 
+def _without_a_clock(folder, shown):
+  """What a sweep of decode.py makes of its points, but for times."""
+  # point, state, seconds, speed-up, predicted, tokens a call
+  table = re.findall(r"^(\S+) +(done) +\S+ +\S+ +\S+ +(\S+)$", shown, re.M)
+  columns, rows = flat(gather.gather(folder).runs)
+  timed = re.compile("second|speedup|best_k|cost_ratio|memory|command")
+  kept = [name for name in columns if not timed.search(name)]
+  rows = [[row[name] for name in kept] for row in rows]
+  reports = [points.read(path) for path in sorted(folder.glob("*/result.json"))]
+  tokens = [
+    [output["token_ids"] for output in report[decoder]["outputs"]]
+    for report in reports
+    for decoder in ("autoregressive", "speculative")
+  ]
+  return {"table": table, "rows": rows, "tokens": tokens}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_each_engine_gives_the_same_table(tmp_path):
+  """The four points of configs/tiny.py, decoded by every engine there is."""
+  pytest.importorskip("submitit", reason="pip install submitit")
+  pytest.importorskip("ray", reason="pip install ray")
+  engines_ = {"local": (), "submitit": SUBMITIT, "ray": ("--launcher=ray",)}
+  told = {}
+  for name, more in engines_.items():
+    folder = tmp_path / name
+    ran = subprocess.run(
+      [
+        *(sys.executable, "-m", "specjax.sweep", "--config=configs/tiny.py"),
+        *(f"--workdir={folder}", "--config.max_new_tokens=16", *more),
+      ],
+      capture_output=True,
+      text=True,
+      cwd=ROOT,
+      env=os.environ | {"PYTHONPATH": str(ROOT)},
+      timeout=400,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    told[name] = _without_a_clock(folder, ran.stdout)
+  assert len(told["local"]["table"]) == len(told["local"]["rows"]) == 4
+  assert told["submitit"] == told["local"]
+  assert told["ray"] == told["local"]
+
+
 def test_sky_yaml_fits_its_schema():
   """docs/sky.yaml has what SkyPilot's task schema asks for, and no other key.
 
@@ -600,12 +646,43 @@ def test_sky_yaml_fits_its_schema():
     assert one.keys() <= {"accelerators", "accelerator_args", "infra"}
     assert re.fullmatch(r"[A-Za-z0-9-]+:\d+", one["accelerators"])
   (mount,) = task["file_mounts"].values()
-  assert mount.keys() == {"name", "mode"} and mount["mode"] == "MOUNT"
+  assert mount.keys() == {"name", "mode"} and mount["mode"] == "MOUNT_CACHED"
   used = set(re.findall(r"\$\{?([A-Z]+)", task["run"] + task["setup"]))
-  assert used == task["envs"].keys()
+  assert used - {"HOME", "PATH"} == task["envs"].keys()
   assert all(type(value) is str for value in task["envs"].values())
   for part in ("setup", "run"):  # a shell can read them
     subprocess.run(["bash", "-n"], input=task[part], text=True, check=True)
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_sky_yaml_installs_what_its_machine_has(tmp_path, gpu):
+  """CUDA's JAX beside NVIDIA's driver, else the TPU's; tools only say so."""
+  tools, told = tmp_path / "bin", tmp_path / "told"
+  tools.mkdir()
+  (tools / "sh").symlink_to("/bin/sh")
+  for name in ("curl", "uv", "nvidia-smi")[: 2 + gpu]:
+    (tools / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {told}\n')
+    (tools / name).chmod(0o755)
+  lines = yaml.safe_load((ROOT / "docs/sky.yaml").read_text())["setup"]
+  env = {"PATH": str(tools), "HOME": str(tmp_path)}
+  subprocess.run(["/bin/bash", "-c", lines], check=True, env=env, cwd=ROOT)
+  called = told.read_text().splitlines()
+  assert [line.split()[:2] for line in called][1:] == [
+    ["uv", "venv"],
+    ["uv", "pip"],
+  ]
+  assert called[-1].endswith(" jax[cuda13]" if gpu else " jax[tpu]")
+  (needed,) = re.findall(r"-r (\S+)", called[-1])
+  assert (ROOT / needed).is_file()
+
+
+def test_jobs_that_begin_together_make_the_same_folders(tmp_path):
+  """Each makes all of them; another one may be half-way through."""
+  (tmp_path / "s" / "seed=2").mkdir(parents=True)
+  found = _points({"seed": 1}, {"seed": 2})
+  points.prepare(tmp_path / "s", "c.py", points.DECODE, {}, found, "print")
+  made = sorted(path.parent.name for path in tmp_path.glob("s/*/point.json"))
+  assert made == ["seed=1", "seed=2"]
 
 
 def test_sky_yaml_runs_one_point(checkout):
