@@ -53,6 +53,26 @@ def decoding():
   return c
 
 
+def pair(target, draft):
+  """Return `decoding` of two models, in bfloat16, with a length of `auto`.
+
+  Args:
+    target, draft: weight references.
+  """
+  c = decoding()
+  c.target = target
+  c.prompt = "Explain in a few sentences why the sky is blue."
+  c.draft.update(name="lm", weights=draft, num_tokens=8, schedule="auto")
+  c.dtype = "bfloat16"
+  return c
+
+
+def lengths(add, more):
+  """Add a sweep's points of constant K = 2, 4 and 8, each with `more`."""
+  for k in (2, 4, 8):
+    add({"draft.schedule": "constant", "draft.num_tokens": k} | more)
+
+
 def no_argument(arg, known=()):
   """Raise ValueError unless a config's `:arg` is one of `known` or absent."""
   if arg and arg not in known:

@@ -5,12 +5,13 @@ import importlib
 import re
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
 from configs import common, training
-from specjax import cli, prompts, recipe, settings
+from specjax import cache, cli, prompts, recipe, settings
 from specjax.errors import UserError
-from specjax.models import families
+from specjax.models import families, transformer, weights
 
 ROOT = Path(__file__).parents[1]
 NAMES = [p.stem for p in sorted((ROOT / "configs").glob("*.py"))]
@@ -18,6 +19,29 @@ TRAINING = ["smollm2_feature_train", "smollm2_train", "tiny_train"]
 DEFAULTS = ("common", "training")
 SPECS = [(n, "") for n in NAMES if n not in (*DEFAULTS, *TRAINING)]
 SPECS += [("smollm2", "random"), ("tiny_train", "decode")]
+# Layers, heads, heads of keys, head width, width, hidden width, vocabulary,
+# tied: as the models' config.json have them.
+SHAPES = {
+  "Llama-3.2-1B-Instruct": (16, 32, 8, 64, 2048, 8192, 128256, True),
+  "Llama-3.2-3B-Instruct": (28, 24, 8, 128, 3072, 8192, 128256, True),
+  "Llama-3.1-8B-Instruct": (32, 32, 8, 128, 4096, 14336, 128256, False),
+  "Llama-3.1-70B-Instruct": (80, 64, 8, 128, 8192, 28672, 128256, False),
+  "Qwen3-0.6B": (28, 16, 8, 128, 1024, 3072, 151936, True),
+  "Qwen3-1.7B": (28, 16, 8, 128, 2048, 6144, 151936, True),
+  "Qwen3-4B": (36, 32, 8, 128, 2560, 9728, 151936, True),
+  "Qwen3-8B": (36, 32, 8, 128, 4096, 12288, 151936, False),
+  "Qwen3-14B": (40, 40, 8, 128, 5120, 17408, 151936, False),
+  "Qwen3-32B": (64, 64, 8, 128, 5120, 25600, 151936, False),
+  "gemma-3-1b-it": (26, 4, 1, 256, 1152, 6912, 262144, True),
+  "gemma-3-4b-it": (34, 8, 4, 256, 2560, 10240, 262208, True),
+  "gemma-3-12b-it": (48, 16, 8, 256, 3840, 15360, 262208, True),
+  "gemma-3-27b-it": (62, 32, 16, 128, 5376, 21504, 262208, True),
+}
+FAMILY = {"llama3": "llama", "qwen3": "qwen3", "gemma3": "gemma3_text"}
+SIZES = [("llama3", size) for size in ("3b", "8b", "70b")]
+SIZES += [("qwen3", size) for size in ("1.7b", "4b", "8b", "14b", "32b")]
+SIZES += [("gemma3", size) for size in ("4b", "12b", "27b")]
+SPECS += SIZES
 
 
 def _build(name, arg):
@@ -32,6 +56,37 @@ def test_config(name, arg):
   assert set(cli.flatten(common.decoding())) <= set(cli.flatten(config))
   if config.target == "random":
     families.from_hf(config.architecture)
+
+
+def _shape(name, reference):
+  """The `transformer.Config` of a model on the hub, by SHAPES."""
+  keys = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+  keys += ("head_dim", "hidden_size", "intermediate_size", "vocab_size")
+  keys += ("tie_word_embeddings",)
+  values = SHAPES[reference.rpartition("/")[2]]
+  rest = dict(rope_theta=1e6, rms_norm_eps=1e-6, max_position_embeddings=8192)
+  found = dict(zip(keys, values, strict=True), model_type=FAMILY[name])
+  return families.from_hf(found | rest)
+
+
+@pytest.mark.parametrize("name, size", SIZES)
+def test_a_pair_of_models(name, size):
+  """What its docstring says of its memory, and its mesh divides the heads."""
+  config = _build(name, size)
+  assert size in config.target.rpartition("/")[2].lower()
+  assert config.draft.name == "lm" and config.dtype == "bfloat16"
+  pair = [_shape(name, x) for x in (config.target, config.draft.weights)]
+  assert all(x.kv_heads % config.mesh[1] == 0 for x in pair)
+  doc = importlib.import_module(f"configs.{name}").__doc__
+  row = rf":{re.escape(size)} +([\d.]+) \+ ([\d.]+) GB, +(\d+) kB a token"
+  said = [float(x) for x in re.search(row, doc).groups()]
+  held = [2 * weights.num_parameters(x) / 1e9 for x in pair]
+  shape = dict(batch=1, slots=1, dtype=jnp.bfloat16)
+  of = lambda x: cache.num_bytes(**shape, **transformer.cache_shape(x))
+  slot = sum(of(x) for x in pair) / 1e3
+  assert said == [*(pytest.approx(x, abs=0.051) for x in held), round(slot)]
+  # weights alone take most of a device of 80 GB at most
+  assert held[0] / config.mesh[1] + held[1] < 60
 
 
 @pytest.mark.parametrize(

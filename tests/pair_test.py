@@ -138,6 +138,27 @@ def test_padding_may_differ(tmp_path, target, vocab_size):
   _both_agree(config)
 
 
+def test_a_draft_without_a_control_token(tmp_path):
+  """As gemma-3-1b-it: its tokenizer's last id has no embedding (B11).
+
+  A draft may lack it; a target may not, nor may a draft lack other ids.
+  """
+  paths = [tmp_path / name for name in ("target", "draft")]
+  for path, vocab_size in zip(paths, (320, 300), strict=True):
+    write_model(path, vocab_size=vocab_size)
+    tok = tokenizer.from_folder(path)
+    tok.backend.add_special_tokens(["<image>"])
+    tok.backend.save(str(path / "tokenizer.json"))
+  target, draft = map(str, paths)
+  config = _config(target, weights=draft)
+  _both_agree(config, "To <image> be")
+  with pytest.raises(UserError, match="ids up to 300, the model a vocabulary"):
+    load.opened(draft)
+  other = write_model(tmp_path / "other", vocab_size=299)
+  with pytest.raises(UserError, match="ids up to 299, the model a vocabulary"):
+    load.opened(other, draft=True)
+
+
 @pytest.mark.parametrize(
   "draft",
   [
@@ -156,10 +177,10 @@ def test_drafts_of_a_language_model(tmp_path, target, draft):
     assert found.alpha == pytest.approx(1, abs=1e-5)
 
 
-def _both_agree(config):
+def _both_agree(config, text="To be, or not"):
   """Both decoders give the same tokens; return what was accepted."""
   opened = load.opened(config.target)
-  todo = [Prompt("0", "", (), ("To be, or not",), None)]
+  todo = [Prompt("0", "", (), (text,), None)]
   sizes = play.sizes(opened, todo, config)
   chosen = pair.opened(config, opened)
   pair.check_context(chosen, sizes.tokens)

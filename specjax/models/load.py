@@ -68,8 +68,10 @@ def opened(reference, *, console=None, draft=False):
   file = source(reference, console, draft=draft)
   tok, vocab_size = _tokenizer(file), file.config.vocab_size
   # Smaller is usual: vocabularies are padded. A larger one has ids without an
-  # embedding, which a gather would silently take for the last one.
-  if tok.vocab_size > vocab_size:
+  # embedding, which a gather would silently take for the last one. To a draft
+  # that costs acceptance at most, so it may lack those of control tokens: text
+  # models of Gemma 3 have one for images.
+  if tok.vocab_size > vocab_size and not (draft and _named(tok, vocab_size)):
     raise UserError(
       f"{file.where}: the tokenizer has ids up to {tok.vocab_size - 1}, the"
       f" model a vocabulary of {vocab_size}; they do not belong together"
@@ -94,6 +96,14 @@ def _tokenizer(file):
   except BaseException as e:
     reason = " ".join(f"{type(e).__name__}: {e}".split())[:300]
     raise UserError(f"{file.where}: cannot make its tokenizer: {reason}") from e
+
+
+def _named(tok, first):
+  """Whether all ids from `first` on are control tokens."""
+  added = tok.backend.get_added_tokens_decoder()
+  return all(
+    i in added and added[i].special for i in range(first, tok.vocab_size)
+  )
 
 
 def random(architecture, *, seed=0):
