@@ -6,6 +6,7 @@ reads answers from a file. What is sampled goes through the one decoding loop,
 at the temperatures of the deployment, since acceptance depends on them.
 """
 
+import dataclasses
 import hashlib
 import itertools
 from collections import Counter
@@ -283,9 +284,13 @@ def load_cache(folder):
 def fingerprint(model):
   """Return a hash of a `load.Model`: architecture, weights and their dtype.
 
-  How its matrices are laid out on this device does not matter.
+  How its matrices are laid out on this device does not matter, nor do switches
+  of other architectures that were added since.
   """
-  digest = hashlib.sha256(repr(model.config).encode())
+  fields = dataclasses.fields(model.config)
+  own = {f.name: getattr(model.config, f.name) for f in fields}
+  own = {f.name: own[f.name] for f in fields if own[f.name] != f.default}
+  digest = hashlib.sha256(repr(own).encode())
   for path, x in jax.tree_util.tree_leaves_with_path(load.whole(model).params):
     name = jax.tree_util.keystr(path)
     if name == "['head']" and model.config.tied:
