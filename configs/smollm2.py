@@ -5,14 +5,14 @@ r"""SmolLM2-135M-Instruct, the embedded target: real weights, no account.
   python decode.py --config=configs/smollm2.py \
       --config.draft.name=lm --config.draft.layers=0,1,29
 
-The default draft is the head that comes with this project,
-drafts/smollm2-135m-instruct; where two tokens or more repeat it copies what
-followed them, and where nothing pays nothing is drafted
-(draft.schedule=adaptive). Other methods are one flag away:
+The default draft looks the text up in itself, so it helps where an answer
+repeats its prompt, as the default prompt's does, and rarely elsewhere.
 
-  --config.draft.name=ngram  looks the text up in itself, and no more
-  --config.draft.name=lm --config.draft.layers=0,1,29  where the training of a
-    draft begins; untrained, it agrees with the target on next to nothing
+  --config.draft.name=feature  is the trained head that comes with this project,
+    drafts/smollm2-135m-instruct, which copies too where two tokens or more
+    repeat (draft.lookup)
+  --config.draft.name=lm --config.draft.layers=0,1,29  is where the training of
+    a draft begins; untrained, it agrees with the target on next to nothing
 
 Downloads 93 MB once (Apache-2.0, Hugging Face TB), as 4-bit weights that are
 decoded to float32 on a CPU and bfloat16 elsewhere.
@@ -48,13 +48,7 @@ def get_config(arg=""):
   c = common.decoding()
   c.target = _TARGET
   c.prompt = _PROMPT
-  c.draft.update(
-    name="feature",
-    shipped="drafts/smollm2-135m-instruct",
-    lookup=2,
-    schedule="adaptive",
-    num_tokens=8,
-  )
+  c.draft.update(shipped="drafts/smollm2-135m-instruct", lookup=2)
   if arg == "random":
     c.target = "random"
     c.draft = common.decoding().draft
@@ -81,5 +75,4 @@ def sweep(add):
     for temperature in (0.0, 1.0):
       for k in (2, 4, 8):
         more = {"draft.num_tokens": k, "sampling.temperature": temperature}
-        more["draft.schedule"] = "constant"
         add(draft | more)
