@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 BINS = 8  # of the draft's confidence, and as many of copies beside a head
 _PRIOR = 2.0  # tests that a bin begins with, as good as the draft believes
@@ -115,3 +116,18 @@ def widths(num_draft):
     found.add(k + 1)
     k *= 2
   return tuple(sorted(found))
+
+
+def by_width(need, num_draft, body, carry):
+  """Return body(width, carry) of the smallest of `widths` that holds `need`.
+
+  The carry as it is if nothing is needed. Each width is a loop of no trip or
+  one: a `lax.switch` would copy the caches in it.
+  """
+  narrower = 0
+  for width in widths(num_draft):
+    once = (need > narrower) & (need <= width)
+    step = lambda _, carry, width=width: body(width, carry)
+    carry = lax.fori_loop(0, once.astype(jnp.int32), step, carry)
+    narrower = width
+  return carry

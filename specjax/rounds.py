@@ -9,7 +9,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from specjax import adaptive, sampling, types, verify
 from specjax.loop import commit, places, positions
@@ -109,8 +108,7 @@ def _score(target, features, params, state, fed, drafted):
   """Logits [B, K + 1, V] and taps of the fed tokens, and the cache.
 
   Where rows may draft less, the call has the smallest compiled width that
-  holds the longest draft of the batch; what lies behind it is not real. Each
-  width is a loop of no trip or one: a `lax.switch` would copy the cache.
+  holds the longest draft of the batch; what lies behind it is not real.
   """
   N = fed.shape[1]
 
@@ -130,19 +128,15 @@ def _score(target, features, params, state, fed, drafted):
   need = jnp.where(running, drafted, 0).max() + 1
   shapes = jax.eval_shape(lambda: call(N, state.cache)[:2])
   logits, taps = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-  carry, narrower = (logits, taps, state.cache), 0
-  for width in adaptive.widths(N - 1):
 
-    def body(_, carry, width=width):
-      logits, taps, cache = carry
-      some, some_taps, cache = call(width, cache)
-      put = lambda into, x: into.at[:, :width].set(x)
-      return put(logits, some), put(taps, some_taps), cache
+  def body(width, carry):
+    logits, taps, cache = carry
+    some, some_taps, cache = call(width, cache)
+    put = lambda into, x: into.at[:, :width].set(x)
+    return put(logits, some), put(taps, some_taps), cache
 
-    once = (need > narrower) & (need <= width)
-    carry = lax.fori_loop(0, once.astype(jnp.int32), body, carry)
-    narrower = width
-  return carry
+  carry = logits, taps, state.cache
+  return adaptive.by_width(need, N - 1, body, carry)
 
 
 def _laws(logits, state, drafted):

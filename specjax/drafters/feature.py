@@ -11,8 +11,8 @@ place. (EAGLE: Li et al. 2024, arXiv:2401.15077; EAGLE-3: Li et al. 2025,
 arXiv:2503.01840, three layers fused, and trained on its own states.)
 
 After verification the emitted tokens are fed again with the target's features,
-in one pass of K + 1 places, so that the cache never holds a guess about a
-token that is committed. Training sees what decoding sees: `unroll`.
+in one pass of as few places as hold them, so that the cache never holds a guess
+about a token that is committed. Training sees what decoding sees: `unroll`.
 """
 
 import dataclasses
@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from specjax import adaptive
 from specjax import cache as kv
 from specjax.drafters import chain, lm
 from specjax.models import attention, matrix, transformer
@@ -192,15 +193,7 @@ def make(config, vocab_size, *, ids=None):
     return proposal, state._replace(cache=cache)
 
   def commit(params, state, outcome):
-    B, N = outcome.tokens.shape
-    S, i = kv.num_slots(state.cache), jnp.arange(N)
-    real = i < outcome.count[:, None]
-    at = jnp.where(real, outcome.length[:, None] + i, S)
-    g = fuse(config, params, outcome.taps)
-    a, cache = feed(params, state.cache, outcome.tokens, g, at)
-    # a row that emits nothing has ended, and its state is nobody's
-    last = jnp.maximum(outcome.count - 1, 0)
-    return State(cache, a[jnp.arange(B), last])
+    return _commit(config, feed, params, state, outcome)
 
   return Drafter(
     features=config.features,
@@ -240,3 +233,21 @@ def _prefill(config, feed, params, prompt, length, taps, slots):
     (jnp.int32(0), cache, jnp.zeros((B, c.width), dtype)),
   )
   return State(cache, last)
+
+
+def _commit(config, feed, params, state, outcome):
+  """The `State` with the emitted tokens fed, by the target's features."""
+  B, N = outcome.tokens.shape
+  S, i = kv.num_slots(state.cache), jnp.arange(N)
+  real = i < outcome.count[:, None]
+  at = jnp.where(real, outcome.length[:, None] + i, S)
+  # a row that emits nothing has ended, and its state is nobody's
+  last = jnp.maximum(outcome.count - 1, 0)
+
+  def some(width, state):  # most rounds keep few of K + 1 tokens
+    g = fuse(config, params, outcome.taps[:, :width])
+    tokens = outcome.tokens[:, :width]
+    a, cache = feed(params, state.cache, tokens, g, at[:, :width])
+    return State(cache, a[jnp.arange(B), jnp.minimum(last, width - 1)])
+
+  return adaptive.by_width(outcome.count.max(), N - 1, some, state)
