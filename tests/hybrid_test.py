@@ -1,6 +1,7 @@
 """A head that sits out the rounds in which the text repeats itself."""
 
 import functools
+import itertools
 
 import feature_test
 import jax
@@ -89,9 +90,14 @@ def _decoded(greedy, num_draft, adapt, least=2):
   )
 
 
-@pytest.mark.parametrize("adapt", [False, True])
-@pytest.mark.parametrize("num_draft", [1, 5])
-@pytest.mark.parametrize("greedy", [True, False])
+QUICK = {(True, 1, False), (True, 5, True), (False, 5, True)}
+CASES = [
+  pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)
+  for case in itertools.product([True, False], [1, 5], [False, True])
+]
+
+
+@pytest.mark.parametrize("greedy, num_draft, adapt", CASES)
 def test_tokens_are_those_of_plain_decoding(greedy, num_draft, adapt):
   """At T = 0 by block verification, at others coupled."""
   got, want = _decoded(greedy, num_draft, adapt), feature_test._plain(greedy)

@@ -139,6 +139,7 @@ def test_acceptance_adds_up(model):
     "layers": None,
     "features": None,
     "head": None,
+    "lookup": None,
   }
 
 
