@@ -30,7 +30,7 @@ def config_of(system, config, draft):
   c = copy.deepcopy(config)
   with c.unlocked():
     c.decoder = "autoregressive" if system.how == "plain" else "both"
-    c.draft.update(name="ngram", weights="", layers=(), head=0)
+    c.draft.update(name="ngram", weights="", layers=(), head=0, lookup=0)
     if system.drafts:
       c.draft.update(name="lm", weights=draft)
     if system.k:

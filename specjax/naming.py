@@ -132,10 +132,11 @@ def _draft(record):
       ("head", "head", 1),
       ("temperature", "T", 0),
       ("top_p", "top-p", 0),
-      ("lookup", "copies of", 1),
     )
     if (value := number(get(key))) is not None and value >= least
   ]
+  if get("name") == "feature" and number(get("lookup")):
+    own.append(f"copies of {get('lookup'):g}")
   if get("name") == "replay" and (alpha := number(get("alpha"))) is not None:
     own.append(f"alpha {alpha:g}")
   return (

@@ -79,6 +79,7 @@ def _measured(path, config, names):
     if asked["name"] == "lm":
       same["draft.head"] = asked["head"] == config.draft.head
     own = {key: asked.get(key, -1.0) for key in _SWEPT}
+    copies = found["draft"].get("lookup")  # there was none in older ones
   except OSError as e:
     raise UserError(f"cannot read --measured={path}: {e.strerror}") from e
   except (ValueError, KeyError, TypeError):
@@ -88,7 +89,7 @@ def _measured(path, config, names):
   name = (
     asked["weights"] or "+".join(map(str, asked["layers"])) or asked["name"]
   )
-  if asked.get("lookup", 0):  # there was none in older ones
+  if copies:
     name += title.COPIES
   if name not in names or batch != 1 or not speedup:
     raise UserError(

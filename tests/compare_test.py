@@ -193,6 +193,18 @@ def test_what_was_measured_joins_its_row(tmp_path):
   assert ranking.measured([""], tiny.get_config(), ["ngram"]) == []
 
 
+def test_what_copied_joins_what_copies(tmp_path):
+  """As it was done: other methods have the key in their config as well."""
+  ask = dict(config__draft__layers=(), config__draft__lookup=2)
+  plain = _report(tmp_path, **ask, config__draft__name="ngram")
+  (point,) = ranking.measured(plain, tiny.get_config(), ["ngram"])
+  assert point["draft"] == "ngram"
+  ask |= dict(config__draft__name="feature", config__draft__weights="a")
+  copied = _report(tmp_path, **ask, draft__lookup=2)
+  (point,) = ranking.measured(copied, tiny.get_config(), ["a+ngram"])
+  assert point["draft"] == "a+ngram"
+
+
 def test_a_temperature_that_the_config_gives_the_draft(tmp_path):
   """Its report belongs to the row that changes nothing."""
   config = tiny.get_config()

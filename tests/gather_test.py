@@ -602,6 +602,9 @@ def test_drafts_have_names_of_their_own():
     )
   )
   records += [decode(1), decode(2)]
+  lookup = dict(config__draft__lookup=2)  # of a feature head alone
+  head = dict(config__draft__name="feature", config__draft__weights="runs/h")
+  records += [decode(**lookup), decode(**lookup, **head), decode(**head)]
   assert naming.labels(records) == [
     "a/draft",
     "b/draft",
@@ -610,6 +613,9 @@ def test_drafts_have_names_of_their_own():
     "layers 0..3+9 head 128 T 0.5",
     "ngram",
     "ngram",
+    "ngram",
+    "h copies of 2",
+    "h",
   ]
 
 
