@@ -73,34 +73,29 @@ def _step(programs, draft, optimiser, batch, teacher):
   return lambda: timing.seconds(both)
 
 
-def _trimmed(config, teacher, draft, dtype, kept):
-  """() -> seconds, of a target that has the draft's tokens alone."""
-  zero = np.zeros(kept.tokens.shape, np.int32)
-  known = laws.Normaliser(zero, zero.astype(np.float32))
-  every = range(teacher.config.layers)
-  some = load.part(teacher, layers=every, ids=draft.ids)
-  optimiser = step.optimiser(config.optimiser, config.steps)
-  programs = train.programs(config, some, draft, optimiser, dtype)
-  args = programs, draft, optimiser, kept._replace(normaliser=known)
-  return _step(*args, some)
-
-
 def _variants(config, teacher, draft, dtype, batch):
   """{name: () -> seconds} of steps, and of a product to compare with."""
   optimiser = step.optimiser(config.optimiser, config.steps)
-  programs = train.programs(config, teacher, draft, optimiser, dtype)
+
+  def run(teacher, batch):
+    programs = train.programs(config, teacher, draft, optimiser, dtype)
+    return _step(programs, draft, optimiser, batch, teacher)
+
   shape = *batch.tokens.shape, 1 + len(draft.features), teacher.config.width
   kept = batch._replace(states=np.ones(shape, np.float16))
-  run = lambda some: _step(programs, draft, optimiser, some, teacher)
   square, product = jnp.ones((_SIDE, _SIDE), dtype), jax.jit(jnp.matmul)
-  args = config, teacher, draft, dtype, kept
-  trimmed = {"trimmed": _trimmed(*args)} if draft.ids else {}
-  return {
-    "step": run(batch),
-    "kept": run(kept),
+  found = {
+    "step": run(teacher, batch),
+    "kept": run(teacher, kept),
     "product": lambda: timing.seconds(product, square, square),
-    **trimmed,
   }
+  if draft.ids:
+    zero = np.zeros(batch.tokens.shape, np.int32)
+    known = laws.Normaliser(zero, zero.astype(np.float32))
+    every = range(teacher.config.layers)
+    some = load.part(teacher, layers=every, ids=draft.ids)
+    found["trimmed"] = run(some, kept._replace(normaliser=known))
+  return found
 
 
 def main(argv):

@@ -117,9 +117,8 @@ def _config(name, config, K):
     c.decoder, c.verifier = "both", TIMED
     c.draft.num_tokens, c.draft.weights, c.draft.layers = K, "", ()
     c.draft.lookup = (c.draft.lookup or LOOKUP) if copies else 0
-    c.draft.name = "ngram" if name == "ngram" else "lm"
-    if copies:
-      c.draft.name = "feature"
+    usual = "ngram" if name == "ngram" else "lm"
+    c.draft.name = "feature" if copies else usual
     if _LAYERS.fullmatch(name):
       c.draft.layers = tuple(map(int, name.split("+")))
     elif name == "ngram":

@@ -24,6 +24,7 @@ from specjax import (
 )
 from specjax.errors import UserError
 from specjax.models import hub, load
+from specjax.sampling import is_truncated
 
 CACHE = "trajectories"  # in the user's cache folder
 DRAFTED = "drafted"  # in a run's: what the draft answered
@@ -94,16 +95,18 @@ def with_states(config, feed, model, draft, watch):
   """
   if not config.data.keep_hidden:
     return feed
-  args = _cache(config.data), model, feed.train
-  how = dict(batch=config.batch_size, watch=watch)
+  own = recipe.sampling(config)
+  whole = draft.ids is None or is_truncated(model.target.vocab_size, own)
   states = hidden.collect(
-    *args, features=draft.features, length=config.length, **how
+    _cache(config.data),
+    model,
+    feed.train,
+    features=draft.features,
+    length=config.length,
+    batch=config.batch_size,
+    watch=watch,
+    temperature=None if whole else config.sampling.temperature,
   )
-  s = config.sampling
-  truncated = s.top_k > 0 or s.top_p < 1 or s.min_p > 0
-  if draft.ids is not None and not truncated:
-    how |= dict(temperature=s.temperature)
-    states = hidden.normalised(*args, states, **how)
   return feed._replace(states=states)
 
 

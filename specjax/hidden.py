@@ -41,7 +41,9 @@ class Hidden(NamedTuple):
   normalisers: tuple | None = None
 
 
-def collect(root, teacher, found, *, features, length, batch, watch):
+def collect(
+  root, teacher, found, *, features, length, batch, watch, temperature=None
+):
   """Return the `Hidden` of some texts, computed or found on disk.
 
   A state is the last hidden one, that the head reads, then the outputs of the
@@ -55,79 +57,73 @@ def collect(root, teacher, found, *, features, length, batch, watch):
     found: `Trajectories`; length: tokens of each that are fed at most.
     features: a tuple of layers.
     batch: rows of a pass; watch: a `shards.Watch`.
+    temperature: of given texts; None: no `normalisers` are wanted.
 
   Raises:
     UserError: the cache cannot be written, or a state is not finite in float16.
   """
   sizes = np.minimum(found.length, length).astype(np.int32)
-  starts = range(0, len(sizes), _ROWS)
-  settings = {
-    "source": "hidden",
+  count = -(-len(sizes) // _ROWS)
+  of = {
     "target": data.fingerprint(teacher),
-    "features": list(features),
     "texts": _digest(found.tokens, sizes),
   }
+  settings = {"source": "hidden", "features": list(features), **of}
+  rows = lambda i: np.arange(len(sizes))[i * _ROWS : (i + 1) * _ROWS]
 
   def shard(i):
-    at = np.arange(starts[i], min(starts[i] + _ROWS, len(sizes)))
-    return {
-      "states": _states(teacher, found, sizes, at, features, batch),
-      "count": sizes[at],
-    }
+    states = _states(teacher, found, sizes, rows(i), features, batch)
+    return {"states": states, "count": sizes[rows(i)]}
 
-  kept = _wider(root, settings, watch) or shards.collect(
-    root, settings, len(starts), shard, tell=lambda _: {}, watch=watch
-  )
+  keep = functools.partial(shards.collect, tell=lambda _: {}, watch=watch)
+  parts = _wider(root, settings, watch) or keep(root, settings, count, shard)
   first = np.cumsum(sizes, dtype=np.int64) - sizes
-  return Hidden(
-    tuple(x["states"] for x in kept),
-    first - first[np.arange(len(sizes)) // _ROWS * _ROWS],
-    sizes,
-  )
-
-
-def normalised(root, teacher, found, kept, *, temperature, batch, watch):
-  """Return a `Hidden` with what its laws' logits of some tokens lack.
-
-  Args:
-    kept: of `collect`, of the same texts; temperature: of given texts.
-    root, teacher, found, batch, watch: see `collect`.
-  """
+  first -= first[np.arange(len(sizes)) // _ROWS * _ROWS]
+  kept = Hidden(tuple(x["states"] for x in parts), first, sizes)
+  if temperature is None:
+    return kept
   own = np.where(np.isnan(found.temperature), temperature, found.temperature)
   own = own.astype("<f4")
-  settings = {
-    "source": "normalisers",
-    "target": data.fingerprint(teacher),
-    "texts": _digest(found.tokens, kept.length),
-    "temperatures": hashlib.sha256(own.tobytes()).hexdigest(),
-  }
+  heat = hashlib.sha256(own.tobytes()).hexdigest()
+  settings = {"source": "normalisers", "temperatures": heat, **of}
 
-  def shard(i):
-    at = np.arange(len(own))[i * _ROWS : (i + 1) * _ROWS]
-    parts = []
-    for rows in [at[j : j + batch] for j in range(0, len(at), batch)]:
-      full = np.resize(rows, batch)
-      wide = -(-int(kept.length[at].max()) // _ROWS) * _ROWS
-      states, _ = take(kept._replace(normalisers=None), full, wide)
-      args = teacher.params, states[:, :, 0], own[full]
-      some = multihost.fetch(_normalisers(teacher.target, *args))
-      parts += [
-        [x[j, : kept.length[r]] for x in some] for j, r in enumerate(rows)
-      ]
-    top, log_sum = map(np.concatenate, zip(*parts, strict=True))
-    return {"top": top, "log_sum": log_sum, "count": kept.length[at]}
+  def normalised(i):
+    top, log_sum = _rest(teacher, kept, own, rows(i), batch)
+    return {"top": top, "log_sum": log_sum, "count": sizes[rows(i)]}
 
-  made = shards.collect(
-    root,
-    settings,
-    len(kept.states),
-    shard,
-    tell=lambda _: {},
-    watch=watch,
-  )
-  return kept._replace(
-    normalisers=tuple((x["top"], x["log_sum"]) for x in made)
-  )
+  parts = keep(root, settings, count, normalised)
+  each = tuple((x["top"], x["log_sum"]) for x in parts)
+  return kept._replace(normalisers=each)
+
+
+def _rest(teacher, kept, temperature, at, batch):
+  """(top, log_sum) [N] each of some rows."""
+  wide = _wide(kept.length[at])
+
+  def run(rows):
+    states, _ = take(kept, rows, wide)
+    args = teacher.params, states[:, :, 0], temperature[rows]
+    return _normalisers(teacher.target, *args)
+
+  found = [
+    [x[: kept.length[row]] for x in some]
+    for row, some in _by_batch(at, batch, run)
+  ]
+  return tuple(map(np.concatenate, zip(*found, strict=True)))
+
+
+def _by_batch(at, batch, run):
+  """(row, what `run` makes of it) of some rows, a batch of them at a time."""
+  for i in range(0, len(at), batch):
+    rows = at[i : i + batch]
+    found = multihost.fetch(run(np.resize(rows, batch)))
+    for j, row in enumerate(rows):
+      yield row, jax.tree.map(lambda x, j=j: x[j], found)
+
+
+def _wide(sizes):
+  """Positions that hold texts of some sizes: few different ones."""
+  return -(-int(sizes.max()) // _ROWS) * _ROWS
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -164,15 +160,14 @@ def _wider(root, settings, watch):
 
 def _states(teacher, texts, sizes, at, features, batch):
   """[N, 1 + F, D] of some rows."""
-  wide = -(-int(sizes[at].max()) // _ROWS) * _ROWS  # few programs
-  tokens, parts = trajectories.batch(texts, at, wide).tokens, []
-  for i in range(0, len(at), batch):
-    rows = np.arange(i, min(i + batch, len(at)))
-    fed = tokens[np.resize(rows, batch)]
-    found = _pass(teacher.target, teacher.params, fed, features)
-    found = multihost.fetch(found)
-    parts += [found[j, : sizes[at[r]]] for j, r in enumerate(rows)]
-  found = np.concatenate(parts)
+  wide = _wide(sizes[at])
+
+  def run(rows):
+    tokens = trajectories.batch(texts, rows, wide).tokens
+    return _pass(teacher.target, teacher.params, tokens, features)
+
+  found = [x[: sizes[row]] for row, x in _by_batch(at, batch, run)]
+  found = np.concatenate(found)
   if not np.isfinite(found).all():
     raise UserError(
       "a hidden state of the target is not finite in float16, so that it cannot"

@@ -56,7 +56,7 @@ def probabilities(logits, params, history=None):
   p = jnp.exp((logits - largest) / temperature)
   p = p / p.sum()
   kept = jnp.where(p >= _threshold(p, params), p, 0)
-  truncated = _is_truncated(V, params)
+  truncated = is_truncated(V, params)
   p = jnp.where(truncated, kept / kept.sum(), p)
   return jnp.where(
     jnp.isfinite(largest), jnp.where(greedy, one_hot, p), jnp.nan
@@ -145,7 +145,8 @@ def _gumbel_max(weights, key):
   return jnp.argmax(jnp.log(weights) + noise).astype(jnp.int32)
 
 
-def _is_truncated(V, params):
+def is_truncated(V, params):
+  """Whether top-k, top-p or min-p may take tokens away."""
   by_k = (params.top_k > 0) & (params.top_k < V)
   return by_k | (params.top_p < 1) | (params.min_p > 0)
 

@@ -20,13 +20,20 @@ def decoders(config):
 
 
 def checked(config):
-  """Check a config, and return it with the shipped head named if it means that.
+  """Return a config with the shipped head named if it means that, checked.
 
   So reports say what drafted. A path that is not there is the project's.
   """
+  config = _completed(config)
   check(config)
-  draft = config.draft
-  if draft.name != "feature" or draft.weights or not draft.shipped:
+  return config
+
+
+def _completed(config):
+  draft = config.get("draft")  # a training config has another one
+  if not draft or draft.name != "feature" or draft.weights:
+    return config
+  if not draft.get("shipped"):
     return config
   path = Path(draft.shipped)
   own = Path(__file__).parents[1] / path
@@ -173,7 +180,7 @@ def _check_method(draft):
       " (a model of its own) and --config.draft.layers=0,1 (layers of the"
       f" target), got {' and '.join(chosen) or 'neither'}"
     )
-  if draft.name == "feature" and not (draft.weights or draft.shipped):
+  if draft.name == "feature" and not draft.weights:
     raise UserError(
       "--config.draft.name=feature needs --config.draft.weights=FOLDER, a head"
       " that train_draft.py exported"

@@ -193,7 +193,6 @@ def make(
 
   def accumulate(state, batch, teacher_params, shared):
     hidden, taps = _teacher(teacher, teacher_params, batch, forward, dtype)
-    known = jax.tree.map(jnp.asarray, batch.normaliser)
     some = functools.partial(chunks.answers, jnp.asarray(batch.mask), answer)
 
     def loss(params):
@@ -205,7 +204,7 @@ def make(
         some(forward.hidden(cast(masters), batch, hidden, taps)),
         some(jnp.asarray(batch.mask, jnp.float32)),
         some(jnp.asarray(batch.labels)),
-        known=jax.tree.map(some, known),
+        known=jax.tree.map(some, batch.normaliser),
         teacher_unembed=functools.partial(teacher.unembed, teacher_params),
         student_unembed=functools.partial(_head, forward, dtype, masters),
         temperature=jnp.asarray(batch.temperature),

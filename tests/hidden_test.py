@@ -112,15 +112,7 @@ def test_a_step_with_them_is_the_same_step(teacher):
   programs = step_test._programs(teacher, draft)
   found, at = _texts(sizes=((9, 30), (9, 12))), np.arange(2)
   batch = trajectories.batch(found, at, step_test.T)
-  kept = hidden.collect(
-    None,
-    teacher,
-    found,
-    features=(),
-    length=step_test.T,
-    batch=2,
-    watch=shards.QUIET,
-  )
+  kept = _collect(teacher, found, features=(), length=step_test.T)
   states, _ = hidden.take(kept, at, step_test.T)
   # a head is all that is read of the teacher
   head = {"embed": teacher.params["embed"], "head": teacher.params.get("head")}
@@ -146,10 +138,8 @@ def _heat(found):
   return found._replace(temperature=heat), np.array([0, 0.7, 0.3, 0.3, 0])
 
 
-def _normalised(teacher, found, root=None, **how):
-  kept = _collect(teacher, found, root)
-  how = dict(temperature=0.3, batch=2, watch=shards.QUIET) | how
-  return hidden.normalised(root, teacher, found, kept, **how)
+def _normalised(teacher, found, root=None, temperature=0.3):
+  return _collect(teacher, found, root, temperature=temperature)
 
 
 def test_normalisers_are_those_of_the_kept_states(teacher, monkeypatch):
@@ -187,17 +177,8 @@ def test_a_step_with_a_trimmed_teacher_is_the_same_step(teacher):
   sizes = (9, 30), (9, 12), (3, 3), (4, 4), (1, 30)
   found, _ = _heat(_texts(sizes=sizes))
   draft = step_test._student(teacher, found, head=50)
-  kept = hidden.collect(
-    None,
-    teacher,
-    found,
-    features=(),
-    length=step_test.T,
-    batch=2,
-    watch=shards.QUIET,
-  )
-  how = dict(temperature=0.3, batch=2, watch=shards.QUIET)
-  kept = hidden.normalised(None, teacher, found, kept, **how)
+  how = dict(features=(), length=step_test.T, temperature=0.3)
+  kept = _collect(teacher, found, **how)
   fed = feed.Feed(found, found, None, kept)
   taught = feed.taught(fed, teacher, draft.ids)
   own = laws.PLAIN._replace(temperature=np.float32(0.3))

@@ -179,9 +179,7 @@ def test_rolling_back_behind_a_window(name):
   """Greedy with a random draft = plain, K = 4 and a window of 12 (B58)."""
   target, params, config, tokens, _ = opened(name)
   other = jax.tree.map(lambda x: x + 0.04 * jnp.sin(99 * x), params)
-  ask = request.make(
-    [tokens[0, :30].tolist(), tokens[1, :9].tolist()], max_new=40
-  )
+  ask = _asked(tokens, 40)
   plain = generate.autoregressive(target, params, ask, max_new_tokens=40)
   draft = lm.make(target, config.vocab_size)
   out = generate.speculative(
@@ -256,9 +254,7 @@ def test_a_feature_head_of_gemma():
   head = feature.Config(layers, (0, 2))
   own = {k: params[k] for k in ("embed", "norm", "layer_0")}
   own |= feature.begin(head, 1.0)
-  ask = request.make(
-    [tokens[0, :30].tolist(), tokens[1, :9].tolist()], max_new=30
-  )
+  ask = _asked(tokens, 30)
   plain = generate.autoregressive(target, params, ask, max_new_tokens=30)
   drafter = feature.make(head, config.vocab_size)
   out = generate.speculative(

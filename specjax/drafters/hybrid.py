@@ -13,8 +13,6 @@ import jax.numpy as jnp
 
 from specjax.drafters import ngram
 
-_LONGEST = 8  # tokens of a match; more are no better, see LOG.md
-
 
 @functools.cache
 def make(head, vocab_size, *, least):
@@ -33,9 +31,9 @@ def make(head, vocab_size, *, least):
       parameters and state are this drafter's.
 
   Raises:
-    ValueError: not 1 <= least <= 8.
+    ValueError: as `ngram.make`'s, of least as the shortest match.
   """
-  lookup = ngram.make(vocab_size, longest=_LONGEST, shortest=least)
+  lookup = ngram.make(vocab_size, shortest=least)
 
   def propose(params, state, context, noise):
     if not context.num_draft:
