@@ -26,7 +26,8 @@ of it and learns the target's answers:
       --workdir=runs/smollm2 --config.data.path=prompts.jsonl \
       --config.draft.weights=runs/texts/draft
 
-with the prompts that LOG.md names, on two CPU cores, in an hour.
+on the prompts that its card names: three hours on two CPU cores, two of them
+for sampling answers.
 """
 
 from configs import common, smollm2_train
