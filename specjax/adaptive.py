@@ -21,8 +21,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-BINS = 8  # of the draft's confidence, and as many of copies beside a head
-_PRIOR = 2.0  # tests that a bin begins with, as good as the draft believes
+BINS = 8  # of a draft's confidence, and as many of a copy's
+_PRIOR = 4.0  # tests that a bin begins with
+# What they found, a + b confidence, of a model's tokens and of copies: about
+# what small heads and copies are worth at T = 0 and T = 1 (LOG.md, 2026-11-30)
+_BELIEFS = (0.1, 0.5), (0.15, 0.75)
 
 
 class Policy(NamedTuple):
@@ -50,11 +53,12 @@ class Adaptive(NamedTuple):
 
 
 def begin(batch):
-  """Return the `Learned` of rows that believe their draft."""
-  middle = jnp.tile((jnp.arange(BINS) + 0.5) / BINS, 2)
+  """Return the `Learned` of rows that have seen nothing yet."""
+  middle = (jnp.arange(BINS) + 0.5) / BINS
+  belief = jnp.concatenate([a + b * middle for a, b in _BELIEFS])
   tested = jnp.full((batch, 2 * BINS), _PRIOR, jnp.float32)
   one = jnp.ones(batch, jnp.float32)
-  return Learned(tested, tested * middle, one, one)
+  return Learned(tested, tested * belief, one, one)
 
 
 def _is_copy(confidence):
@@ -119,15 +123,26 @@ def widths(num_draft):
 
 
 def by_width(need, num_draft, body, carry):
-  """Return body(width, carry) of the smallest of `widths` that holds `need`.
+  """Return body(width, first, carry) of the smallest of `widths` for `need`.
 
   The carry as it is if nothing is needed. Each width is a loop of no trip or
   one: a `lax.switch` would copy the caches in it.
+
+  Args:
+    body: it takes the first n columns of an x [B, N, ...] by first(x, n).
+      What it made of x itself, XLA would compute in front of every loop, also
+      of those that are not entered.
   """
   narrower = 0
   for width in widths(num_draft):
     once = (need > narrower) & (need <= width)
-    step = lambda _, carry, width=width: body(width, carry)
+
+    def step(i, carry, width=width):
+      def first(x, n):
+        return lax.optimization_barrier((x, i))[0][:, :n]
+
+      return body(width, first, carry)
+
     carry = lax.fori_loop(0, once.astype(jnp.int32), step, carry)
     narrower = width
   return carry

@@ -23,7 +23,7 @@ from specjax.loop import (
   positions,
   start,
 )
-from specjax.rounds import draw_at, keyed_noise, round, score
+from specjax.rounds import draw_at, keyed_noise, logprobs, round, score
 
 __all__ = [
   "advance",
@@ -229,4 +229,5 @@ def _step(target, params, state):
   state, emitted = commit(
     target, state._replace(cache=cache), token, finite, ~finite
   )
-  return score(state, before, emitted, token, logits[:, None], p[:, None])
+  found = logprobs(state, token, logits[:, None], p[:, None])
+  return score(state, before, emitted, found)

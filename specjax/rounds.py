@@ -5,6 +5,7 @@ randomness, so that a test can put its own in place and sum over every outcome.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,35 +47,41 @@ def round(
   Returns:
     The state, one round older.
   """
-  K, rows = num_draft, jnp.arange(len(state.tokens))
+  K = num_draft
   context = types.Context(
     state.tokens, state.length, state.draft_sampling, K, rule(state)
   )
   proposal, draft = drafter.propose(draft_params, state.draft, context, noise)
 
+  rows = jnp.arange(len(state.tokens))
   last = state.tokens[rows, state.length - 1]
   fed = jnp.concatenate([last[:, None], proposal.tokens], 1)  # [B, K + 1]
-  logits, taps, cache = _score(
-    target, drafter.features, params, state, fed, proposal.length
+  judge = functools.partial(
+    _judged, target, drafter.features, params, verifier, noise, state, proposal
   )
-  p = _laws(logits, state, proposal.tokens)
-
-  n, following = _judge(verifier, p, proposal, noise)  # [B], [B]
-  i = jnp.arange(K + 1)
-  padded = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
-  tokens = jnp.where(i == n[:, None], following[:, None], padded)
-  finite = jnp.isfinite(p[rows, n, 0])  # a broken law is NaN everywhere
+  found, cache = _narrowest(functools.partial(judge, fed), state, proposal)
 
   before = state.length
+  count = found.accepted + ~found.broken
   state, emitted = commit(
-    target, state._replace(cache=cache), tokens, n + finite, ~finite
+    target, state._replace(cache=cache), found.tokens, count, found.broken
   )
-  overlap = _overlap(p, proposal)
-  state = _mark(state, before, emitted, n, overlap)
-  state = _learn(state, proposal, overlap, n, emitted)
-  state = score(state, before, emitted, tokens, logits, p)
-  outcome = types.Outcome(tokens, emitted, before, taps)
+  state = _mark(state, before, emitted, found.accepted, found.overlap)
+  state = _learn(state, proposal, found.overlap, found.accepted, emitted)
+  state = score(state, before, emitted, found.logprobs)
+  outcome = types.Outcome(found.tokens, emitted, before, found.taps)
   return state._replace(draft=drafter.commit(draft_params, draft, outcome))
+
+
+class _Judged(NamedTuple):
+  """What the target makes of a draft, N tokens of a row being fed."""
+
+  tokens: jax.Array  # [B, N] those kept, then the one drawn behind them
+  accepted: jax.Array  # [B] int32, how many are kept
+  broken: jax.Array  # [B] bool, the law behind them is not finite
+  overlap: jax.Array  # [B, N] sum min(p, q) where a draft was tested, else NaN
+  taps: jax.Array | None  # [B, N, F, D]
+  logprobs: types.Logprobs | None  # [B, N] of the tokens, if they are kept
 
 
 def rule(state):
@@ -104,39 +111,80 @@ def _learn(state, proposal, overlap, num_accepted, emitted):
   return state._replace(adaptive=adaptive.Adaptive(policy, learned))
 
 
-def _score(target, features, params, state, fed, drafted):
-  """Logits [B, K + 1, V] and taps of the fed tokens, and the cache.
+def _narrowest(judge, state, proposal):
+  """What `judge` finds with as few tokens fed as the rows drafted.
 
-  Where rows may draft less, the call has the smallest compiled width that
-  holds the longest draft of the batch; what lies behind it is not real.
+  Where rows may draft less, the call and all that is made of its logits have
+  the smallest compiled width that holds the longest draft of the batch; what
+  lies behind it is not real.
   """
-  N = fed.shape[1]
-
-  def call(width, cache):
-    hidden, taps, cache = target.apply(
-      params,
-      fed[:, :width],
-      positions(state, width),
-      cache,
-      features=features,
-    )
-    return target.unembed(params, hidden), taps, cache
-
+  N = proposal.tokens.shape[1] + 1
+  whole = functools.partial(judge, N, lambda x, n: x[:, :n])
   if state.adaptive is None:
-    return call(N, state.cache)
+    return whole(state.cache)
   running = state.finish == types.RUNNING
-  need = jnp.where(running, drafted, 0).max() + 1
-  shapes = jax.eval_shape(lambda: call(N, state.cache)[:2])
-  logits, taps = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+  need = jnp.where(running, proposal.length, 0).max() + 1
 
-  def body(width, carry):
-    logits, taps, cache = carry
-    some, some_taps, cache = call(width, cache)
-    put = lambda into, x: into.at[:, :width].set(x)
-    return put(logits, some), put(taps, some_taps), cache
+  def body(width, first, carry):
+    found, cache = judge(width, first, carry[1])
+    extend = lambda x, like: jnp.pad(
+      x, [(0, n - m) for m, n in zip(x.shape, like.shape, strict=True)]
+    )
+    return jax.tree.map(extend, found, carry[0]), cache
 
-  carry = logits, taps, state.cache
-  return adaptive.by_width(need, N - 1, body, carry)
+  shapes = jax.eval_shape(whole, state.cache)[0]
+  nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+  return adaptive.by_width(need, N - 1, body, (nothing, state.cache))
+
+
+def _judged(
+  target,
+  features,
+  params,
+  verifier,
+  noise,
+  state,
+  proposal,
+  fed,
+  width,
+  first,
+  cache,
+):
+  """`_Judged` of the first `width` tokens of fed [B, K + 1], and the cache.
+
+  Args:
+    first: (x, n) -> the first n columns of x, see `adaptive.by_width`.
+  """
+  hidden, taps, cache = target.apply(
+    params,
+    first(fed, width),
+    positions(state, width),
+    cache,
+    features=features,
+  )
+  logits = target.unembed(params, hidden)
+  draft = first(proposal.tokens, width - 1)
+  p = _laws(logits, state, draft)
+  proposal = proposal._replace(
+    tokens=draft,
+    probs=first(proposal.probs, width - 1),
+    length=jnp.minimum(proposal.length, width - 1),
+  )
+  if noise.accept is not None:
+    noise = noise._replace(accept=first(noise.accept, width - 1))
+  n, following = _judge(verifier, p, proposal, noise)
+  padded = jnp.pad(draft, ((0, 0), (0, 1)))
+  kept = jnp.arange(width) == n[:, None]
+  tokens = jnp.where(kept, following[:, None], padded)
+  return _Judged(
+    tokens=tokens,
+    accepted=n,
+    # a broken law is NaN everywhere
+    broken=~jnp.isfinite(p[jnp.arange(len(n)), n, 0]),
+    overlap=_overlap(p, proposal),
+    taps=taps,
+    logprobs=logprobs(state, tokens, logits, p),
+  ), cache
 
 
 def _laws(logits, state, drafted):
@@ -179,17 +227,26 @@ def _overlap(p, proposal):
   return jnp.pad(overlap, ((0, 0), (0, 1)), constant_values=jnp.nan)
 
 
-def score(state, before, emitted, tokens, logits, p):
-  """Note the log-probabilities of the emitted ones of tokens [B, N]."""
+def logprobs(state, tokens, logits, p):
+  """`types.Logprobs` of tokens [B, N] under logits and p [B, N, V].
+
+  None if the state keeps none.
+  """
   if state.logprobs is None:
-    return state
-  rows, at = places(state, before, emitted, tokens.shape[1])
+    return None
   chosen = lambda x: jnp.take_along_axis(x, tokens[..., None], -1)[..., 0]
   raw = chosen(logits) - jax.nn.logsumexp(logits, -1)
+  return types.Logprobs(raw, jnp.log(chosen(p)))
+
+
+def score(state, before, emitted, found):
+  """Note the log-probabilities `found` [B, N] of the emitted tokens."""
+  if found is None:
+    return state
+  rows, at = places(state, before, emitted, found.raw.shape[1])
   put = lambda into, x: into.at[rows, at].set(x, mode="drop")
-  old = state.logprobs
   return state._replace(
-    logprobs=types.Logprobs(put(old.raw, raw), put(old.law, jnp.log(chosen(p))))
+    logprobs=types.Logprobs(*map(put, state.logprobs, found))
   )
 
 

@@ -11,8 +11,8 @@ import toy
 from coupled_test import _noisy
 from generate_test import PROMPTS, _tiny
 
-from specjax import adaptive, generate, metrics, request
-from specjax.drafters import lm, ngram
+from specjax import adaptive, generate, loop, metrics, request, rounds, types
+from specjax.drafters import chain, lm, ngram
 
 K, N = 3, 24
 LINEAR = 1 + 0.05 * np.arange(K + 1)
@@ -124,14 +124,15 @@ def test_decide():
   learned = adaptive.begin(2)._replace(
     tokens=jnp.array([2.0, 4.0]), cost=jnp.array([2.0, 2.0])
   )
-  policy = adaptive.Policy(*map(jnp.asarray, (0.1, [1.0, 1.2, 1.3], 0.0)))
-  sure = jnp.array([0.5, 0.5])  # in the bin from 1/2 to 5/8
+  policy = adaptive.Policy(*map(jnp.asarray, (0.1, [1.0, 1.1, 1.2], 0.0)))
+  sure = jnp.array([0.75, 0.75])  # in the bin from 3/4 to 7/8
+  belief = 0.1 + 0.5 * 13 / 16
   go, survival = adaptive.decide(policy, learned, 1, jnp.ones(2), sure)
-  np.testing.assert_allclose(survival, [9 / 16] * 2)
+  np.testing.assert_allclose(survival, [belief] * 2)
   assert go.tolist() == [True, True]  # 0.2 and 0.4 are less
   go, survival = adaptive.decide(policy, learned, 0, survival, sure)
-  np.testing.assert_allclose(survival, [81 / 256] * 2)
-  assert go.tolist() == [True, False]  # 0.3 is less, 0.6 is more
+  np.testing.assert_allclose(survival, [belief**2] * 2, rtol=1e-6)
+  assert go.tolist() == [True, False]  # 0.2 is less, 0.4 is more
 
 
 def test_learn():
@@ -154,6 +155,60 @@ def test_learn():
   np.testing.assert_allclose(more.overlap, overlap, atol=1e-6)
   assert more.tokens.tolist() == [2, 1, 0]
   np.testing.assert_allclose(more.cost, [1.8, 2.4, 0], atol=1e-6)
+
+
+def test_confidence_is_not_that_of_a_greedy_law():
+  """Which is 1 for every token, so that no round could be told from another."""
+  logits = jnp.log(jnp.array([[0.5, 0.25, 0.25], [0.2, 0.2, 0.6]]))
+  context = types.Context(
+    tokens=jnp.zeros((2, 4), jnp.int32),
+    length=jnp.ones(2, jnp.int32),
+    sampling=request.make([[1]] * 2, max_new=1, temperature=0.0).sampling,
+    num_draft=2,
+    more=lambda i, survival, confidence: (confidence > 0.4, survival),
+  )
+  noise = types.Noise(lambda i, q: q.argmax(-1), None, None)
+  feed = lambda i, token, carry: (logits[::-1], carry)
+  got, _ = chain.propose(context, noise, logits, feed, (), vocab_size=3)
+  np.testing.assert_allclose(got.confidence, [[0.5, 0.6], [0.6, 0.5]], 1e-6)
+  assert got.tokens.tolist() == [[0, 2], [2, 0]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("verifier", types.VERIFIERS)
+@pytest.mark.parametrize("own", [True, False])
+def test_a_narrow_round_is_the_wide_one(verifier, temperature, own):
+  """All that is made of the logits, at the width of the longest draft."""
+  target, params = _tiny()
+  drafter, draft_params = _drafts()["lm"]
+  draft_params = params if own else draft_params
+  ask = _ask(temperature)
+  draft = types.Draft(drafter, draft_params, 8, verifier=verifier)
+  state = loop.start(target, params, ask, max_new_tokens=N, draft=draft)
+  noise = rounds.keyed_noise(state, 8, verifier)
+  context = types.Context(
+    state.tokens, state.length, state.draft_sampling, 8, None
+  )
+  proposal, _ = drafter.propose(draft_params, state.draft, context, noise)
+  B = len(PROMPTS)
+  proposal = proposal._replace(length=jnp.arange(B, dtype=jnp.int32) % 3)
+  last = state.tokens[np.arange(B), state.length - 1]
+  fed = jnp.concatenate([last[:, None], proposal.tokens], 1)
+  first = lambda x, n: x[:, :n]
+  judge = lambda width: jax.jit(
+    lambda cache: rounds._judged(
+      *(target, (), params, verifier, noise, state, proposal, fed),
+      *(width, first, cache),
+    )[0]
+  )(state.cache)
+  wide, narrow = judge(9), judge(3)
+  assert not own or narrow.accepted.tolist() == [0, 1, 2, 0]
+  np.testing.assert_array_equal(wide.accepted, narrow.accepted)
+  np.testing.assert_array_equal(wide.broken, narrow.broken)
+  kept = np.arange(3) <= np.asarray(wide.accepted)[:, None]
+  for name in ("tokens", "overlap"):
+    a, b = getattr(wide, name)[:, :3], getattr(narrow, name)
+    np.testing.assert_allclose(a[kept], b[kept], rtol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("num_draft, want", [(0, (1,)), (1, (1, 2))])

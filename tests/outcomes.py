@@ -42,9 +42,9 @@ def joint_law(
   with np.errstate(divide="ignore"):
     table = jnp.asarray(np.log(p))
   every = _outcomes(choices, K, len(p))
-  drawn, B = {}, len(every.draws)
+  sent, B = _Sent({}, {}), len(every.draws)
   copies = copies or (lambda context: jnp.zeros(B, bool))
-  args = target, table, p, drafter, params, every, drawn, verifier, copies
+  args = target, table, p, drafter, params, every, sent, verifier, copies
   run = _program(*args)
 
   ask = request.make([prompt], max_new=T + K, temperature=1.0)
@@ -53,11 +53,12 @@ def joint_law(
   frontier, done = {(): (1.0, start)}, {}
   while frontier:
     text, (weight, state) = frontier.popitem()
-    drawn.clear()
+    sent.drawn.clear()
     new, w, q, copied = jax.device_get(run(_rows(state, np.zeros(B, int))))
     jax.effects_barrier()
-    assert choices == 1 or policy or copied.all() or len(drawn) == K
-    for i, law in drawn.items():  # B05: drawn from what the proposal says
+    w = w * sent.following.pop(0)[np.arange(B), every.following]
+    assert choices == 1 or policy or copied.all() or len(sent.drawn) == K
+    for i, law in sent.drawn.items():  # B05: drawn from what the proposal says
       chance = np.asarray(law)[np.arange(B), every.draws[:, i]]
       np.testing.assert_allclose(chance[~copied], q[~copied, i], atol=1e-6)
     for row in np.flatnonzero(w):
@@ -68,6 +69,13 @@ def joint_law(
       old, _ = frontier.get(full, (0.0, None))
       frontier[full] = old + weight * w[row], _rows(new, np.array([row]))
   return done
+
+
+class _Sent(NamedTuple):
+  """What a running round sends: out of a loop nothing can be returned."""
+
+  drawn: dict  # {place: [B, Vq] the law that the draft's draw was given}
+  following: dict  # {0: [B, V] that of the token behind what was accepted}
 
 
 class Outcomes(NamedTuple):
@@ -89,19 +97,23 @@ def _outcomes(choices, K, V):
   return Outcomes(array(draws), array(sides), array(following)[:, 0])
 
 
-def _program(target, table, p, drafter, params, every, drawn, verifier, copies):
+def _program(target, table, p, drafter, params, every, sent, verifier, copies):
   """state -> (state, weight [B], q [B, K], copied [B]), one round older.
 
   q is of the drafts, of which some are not what was drawn.
 
-  `drawn` receives the law [B, Vq] that each draw was given, by its place.
+  The weight lacks that of the following token, whose law is `sent`.
   """
   B, K = every.draws.shape
 
   def draw(i, q):
-    # out of a fori_loop nothing can be returned; it can be sent
-    jax.debug.callback(lambda i, q: drawn.update({int(i): q}), i, q)
+    jax.debug.callback(lambda i, q: sent.drawn.update({int(i): q}), i, q)
     return jnp.asarray(every.draws)[:, i]
+
+  def choose(n, probs):
+    del n
+    jax.debug.callback(lambda p: sent.following.update({0: p}), probs)
+    return jnp.asarray(every.following)
 
   def thresholds(state, noise):
     """u [B, K] on the wanted side of what it meets, weight [B], q [B, K]."""
@@ -128,9 +140,6 @@ def _program(target, table, p, drafter, params, every, drawn, verifier, copies):
 
   @jax.jit
   def run(state):
-    laws = []
-    following = jnp.asarray(every.following)
-    choose = lambda n, probs: laws.append(probs) or following
     noise = types.Noise(draft=draw, accept=jnp.zeros((B, K)), next=choose)
     u, weight, drafts = thresholds(state, noise)
     noise = noise._replace(accept=u)
@@ -144,7 +153,7 @@ def _program(target, table, p, drafter, params, every, drawn, verifier, copies):
       num_draft=K,
       verifier=verifier,
     )
-    return new, weight * laws[0][jnp.arange(B), following], *drafts
+    return new, weight, *drafts
 
   return run
 

@@ -22,7 +22,7 @@ class _Plan(NamedTuple):
   alive: jax.Array  # [B] bool, it has not stopped
   length: jax.Array  # [B] int32, tokens so far
   survival: jax.Array  # [B] what is believed of them all
-  confidence: jax.Array  # [B, K] the largest q of each, before it was drawn
+  confidence: jax.Array  # [B, K] `_confidence` of each, before it was drawn
 
 
 def propose(context, noise, logits, feed, carry, *, vocab_size, ids=None):
@@ -54,9 +54,8 @@ def propose(context, noise, logits, feed, carry, *, vocab_size, ids=None):
     wide = jnp.zeros((B, vocab_size), q.dtype)
     return jnp.asarray(ids)[token], wide.at[:, ids].set(q)
 
-  q = law(logits)
-  plan = _go_on(context, 0, _begin(B, K), q)
-  token, q = draw(q, 0)
+  plan = _go_on(context, 0, _begin(B, K), logits[:, :vocab_size])
+  token, q = draw(law(logits), 0)
   # padded, not set: XLA's CPU backend makes five copies of a scatter at K = 1
   drafted = jnp.pad(token[:, None], ((0, 0), (0, K - 1)))
   probs = jnp.pad(q[:, None], ((0, 0), (0, K - 1), (0, 0)))
@@ -64,9 +63,8 @@ def propose(context, noise, logits, feed, carry, *, vocab_size, ids=None):
   def step(state):
     i, carry, drafted, probs, plan = state
     logits, carry = feed(i, drafted[:, i - 1], carry)
-    q = law(logits)
-    plan = _go_on(context, i, plan, q)
-    token, q = draw(q, i)
+    plan = _go_on(context, i, plan, logits[:, :vocab_size])
+    token, q = draw(law(logits), i)
     drafted = drafted.at[:, i].set(token)
     return i + 1, carry, drafted, probs.at[:, i].set(q), plan
 
@@ -85,11 +83,11 @@ def _begin(batch, num_draft):
   return _Plan(one > 0, length, one, jnp.zeros((batch, num_draft)))
 
 
-def _go_on(context, i, plan, q):
-  """The plan once each row has decided about its token i, whose law is q."""
+def _go_on(context, i, plan, logits):
+  """The plan once each row has decided about its token i, from its logits."""
   if context.more is None:
     return plan._replace(length=plan.length + 1)
-  confidence = q.max(-1).astype(jnp.float32)
+  confidence = _confidence(logits)
   go, survival = context.more(i, plan.survival, confidence)
   alive = plan.alive & go
   return _Plan(
@@ -98,6 +96,15 @@ def _go_on(context, i, plan, q):
     survival,
     plan.confidence.at[:, i].set(confidence),
   )
+
+
+def _confidence(logits):
+  """The largest probability [B] of logits [B, Vq] as they are.
+
+  Of the law that is drawn from it would be 1 wherever that is greedy.
+  """
+  logits = logits.astype(jnp.float32)
+  return jnp.exp(logits.max(-1) - jax.nn.logsumexp(logits, -1))
 
 
 def nothing(batch, vocab_size):

@@ -244,10 +244,10 @@ def _commit(config, feed, params, state, outcome):
   # a row that emits nothing has ended, and its state is nobody's
   last = jnp.maximum(outcome.count - 1, 0)
 
-  def some(width, state):  # most rounds keep few of K + 1 tokens
-    g = fuse(config, params, outcome.taps[:, :width])
-    tokens = outcome.tokens[:, :width]
-    a, cache = feed(params, state.cache, tokens, g, at[:, :width])
+  def some(width, first, state):  # most rounds keep few of K + 1 tokens
+    g = fuse(config, params, first(outcome.taps, width))
+    tokens, where = first(outcome.tokens, width), first(at, width)
+    a, cache = feed(params, state.cache, tokens, g, where)
     return State(cache, a[jnp.arange(B), jnp.minimum(last, width - 1)])
 
   return adaptive.by_width(outcome.count.max(), N - 1, some, state)

@@ -38,12 +38,10 @@ def make(head, vocab_size, *, least):
   def propose(params, state, context, noise):
     if not context.num_draft:
       return head.propose(params, state, context, noise)
-    more = context.more and _of_copies(context.more)
-    copy, _ = lookup.propose((), (), context._replace(more=more), noise)
+    copy, _ = lookup.propose((), (), context, noise)
     copies = copy.length > 0
     rest = context._replace(more=_of_others(context.more, ~copies))
     drafted, state = head.propose(params, state, rest, noise)
-    copy = copy._replace(confidence=1 + copy.confidence)
 
     def choose(ours, theirs):
       mine = copies.reshape(-1, *[1] * (ours.ndim - 1))
@@ -55,11 +53,6 @@ def make(head, vocab_size, *, least):
     return proposal, state
 
   return head._replace(propose=propose)
-
-
-def _of_copies(more):
-  """`Context.more` of a row that copies."""
-  return lambda i, survival, confidence: more(i, survival, 1 + confidence)
 
 
 def _of_others(more, drafts):

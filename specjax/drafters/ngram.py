@@ -57,6 +57,7 @@ def make(vocab_size, *, longest=8, shortest=1):
     draft, length, confidence = jax.vmap(lookup, (0, 0, None))(
       context.tokens, context.length, context.num_draft
     )
+    confidence = 1 + confidence  # a copy's
     if context.more is not None:
       length = jnp.minimum(length, _worth(context, confidence))
     # float32 by name: under jax_enable_x64 a float64 would widen p (B59)
