@@ -52,8 +52,8 @@ def _asked():
 
 def main(argv):
   del argv
-  config, asked, out = _CONFIG.value, _asked(), terminal.console()
-  settings.check(config)
+  config, out = settings.checked(_CONFIG.value), terminal.console()
+  asked = _asked()
   folder = pathlib.Path(_OUT.value)
   folder.mkdir(parents=True, exist_ok=True)
   todo = foretold.prompts(prompts.read(config), asked["prompts"])

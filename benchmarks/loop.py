@@ -63,8 +63,7 @@ def _run(part, model, config, out):
 def main(argv):
   del argv
   out = terminal.console()
-  config = _CONFIG.value
-  settings.check(config)
+  config = settings.checked(_CONFIG.value)
   wrong = [part for part in _PART.value if part not in _PARTS]
   if wrong or _TURNS.value < 1:
     raise UserError(

@@ -31,6 +31,7 @@ def config_of(system, config, draft):
   with c.unlocked():
     c.decoder = "autoregressive" if system.how == "plain" else "both"
     c.draft.update(name="ngram", weights="", layers=(), head=0, lookup=0)
+    c.draft.schedule = "constant"
     if system.drafts:
       c.draft.update(name="lm", weights=draft)
     if system.k:
@@ -208,7 +209,7 @@ def _crossing(x, y):
 
 def check(config):
   """Raise UserError unless a config decodes as every system can."""
-  settings.check(config)
+  settings.checked(config)
   usual = dict(temperature=0.0, min_new_tokens=0, bias="", banned=())
   usual |= dict(repetition_penalty=1.0)
   usual |= dict(presence_penalty=0.0, frequency_penalty=0.0)

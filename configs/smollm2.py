@@ -5,14 +5,16 @@ r"""SmolLM2-135M-Instruct, the embedded target: real weights, no account.
   python decode.py --config=configs/smollm2.py \
       --config.draft.name=lm --config.draft.layers=0,1,29
 
-The default draft looks the text up in itself, so it helps where an answer
-repeats its prompt, as the default prompt's does, and rarely elsewhere.
+The draft is the trained head that comes with this project,
+drafts/smollm2-135m-instruct, which copies where two tokens or more repeat
+(draft.lookup). Each row stops drafting where its next token would not pay
+(draft.schedule), so that a text that it cannot guess costs little.
 
-  --config.draft.name=feature  is the trained head that comes with this project,
-    drafts/smollm2-135m-instruct, which copies too where two tokens or more
-    repeat (draft.lookup)
+  --config.draft.name=ngram  only copies: no model at all
   --config.draft.name=lm --config.draft.layers=0,1,29  is where the training of
     a draft begins; untrained, it agrees with the target on next to nothing
+  --config.draft.schedule=constant --config.draft.num_tokens=2  always drafts
+    so many
 
 Downloads 93 MB once (Apache-2.0, Hugging Face TB), as 4-bit weights that are
 decoded to float32 on a CPU and bfloat16 elsewhere.
@@ -48,7 +50,13 @@ def get_config(arg=""):
   c = common.decoding()
   c.target = _TARGET
   c.prompt = _PROMPT
-  c.draft.update(shipped="drafts/smollm2-135m-instruct", lookup=2)
+  c.draft.update(
+    name="feature",
+    shipped="drafts/smollm2-135m-instruct",
+    lookup=2,
+    num_tokens=8,
+    schedule="adaptive",
+  )
   if arg == "random":
     c.target = "random"
     c.draft = common.decoding().draft
@@ -70,9 +78,7 @@ def get_config(arg=""):
 
 
 def sweep(add):
-  lm = {"draft.name": "lm", "draft.layers": (0, 29)}
-  for draft in ({"draft.name": "ngram"}, lm):
+  for name in ("ngram", "feature"):
     for temperature in (0.0, 1.0):
-      for k in (2, 4, 8):
-        more = {"draft.num_tokens": k, "sampling.temperature": temperature}
-        add(draft | more)
+      more = {"draft.name": name, "sampling.temperature": temperature}
+      common.lengths(add, more)

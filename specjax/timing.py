@@ -130,14 +130,14 @@ def measure(
   if context + most > room:
     raise ValueError(f"timing needs {context + most} tokens, there are {room}")
   ask = request.make(
-    [_made_up(target, context)] * batch,
+    [made_up(target, context)] * batch,
     max_new=most,
     seed=np.arange(batch),
     **(sampling or {}),
   )
   sizes = dict(max_new_tokens=most, slots=slots)
-  run = functools.partial(_decode, target, params, ask, sizes, steps)
-  variants = _calls(target, params, ask, slots, {0, *widths}, steps)
+  run = functools.partial(decode, target, params, ask, sizes, steps)
+  variants = calls(target, params, ask, slots, {0, *widths}, steps)
   for name, draft in drafts.items():
     draft = draft._replace(num_draft=longest)
     state = generate.start(target, params, ask, draft=draft, **sizes)
@@ -151,11 +151,11 @@ def measure(
     variants["plain"] = functools.partial(run, None)
   times = multihost.same(take_turns(variants, turns, track))
   cost = lambda key, each=steps: _cost([x / each for x in times[key]])
-  calls = {k + 1: cost(("call", k + 1)) for k in (0, *widths)}
+  bare = {k + 1: cost(("call", k + 1)) for k in (0, *widths)}
   return {
     name: Costs(
       plain=cost("plain") if whole else None,
-      target=calls,
+      target=bare,
       draft=cost(("draft", name), steps * max(longest, 1)),
       round={k: cost(("round", name, k)) for k in widths if whole},
       batch=batch,
@@ -165,7 +165,7 @@ def measure(
   }
 
 
-def _calls(target, params, ask, slots, widths, steps):
+def calls(target, params, ask, slots, widths, steps):
   """{("call", n): () -> seconds} of bare target calls behind the prompts."""
   batch, context = ask.prompt.shape
   args = params, target.init_cache(batch, slots), np.int32(context)
@@ -177,12 +177,12 @@ def _calls(target, params, ask, slots, widths, steps):
   return {("call", k + 1): call(k + 1) for k in widths}
 
 
-def _made_up(target, context):
+def made_up(target, context):
   """Token ids, in a fixed order without repeats nearby."""
   return ((np.arange(context) * 7919) % min(target.vocab_size, 251)).tolist()
 
 
-def _decode(target, params, ask, sizes, steps, draft):
+def decode(target, params, ask, sizes, steps, draft):
   """Seconds of `steps` target calls behind a prompt, prefill apart."""
   state = generate.start(target, params, ask, draft=draft, **sizes)
   state = jax.block_until_ready(state)

@@ -119,7 +119,7 @@ def test_fit():
 def test_made_up_prompts(V):
   """Ids that the vocabulary has; a look-up finds little in them."""
   target = toy.trigram(2)._replace(vocab_size=V)
-  ids = timing._made_up(target, 300)
+  ids = timing.made_up(target, 300)
   assert len(ids) == 300 and min(ids) >= 0 and max(ids) < V
   if V > 251:
     assert len(set(ids[:251])) == 251

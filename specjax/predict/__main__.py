@@ -67,7 +67,7 @@ def main(argv):
     terminal,
   )
 
-  settings.check(config)
+  config = settings.checked(config)
   asked = compare.asked(
     config,
     _DRAFTS.value,
