@@ -51,7 +51,7 @@ def _build(name, arg):
 @pytest.mark.parametrize("name, arg", SPECS)
 def test_config(name, arg):
   config = _build(name, arg)
-  settings.check(config)
+  config = settings.checked(config)
   assert prompts.read(config)[0].turns[0]
   assert set(cli.flatten(common.decoding())) <= set(cli.flatten(config))
   if config.target == "random":

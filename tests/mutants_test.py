@@ -381,7 +381,7 @@ RAW = (  # the ratio before top-p, the residual behind it
     "  n, _ = _judge(verifier, raw, proposal, noise)\n"
     "  behind = jnp.pad(proposal.probs, ((0, 0), (0, 1), (0, 0)))\n"
     "  following = noise.next(n, jax.vmap(verify._residual)("
-    "p[rows, n], behind[rows, n]))",
+    "p[jnp.arange(len(n)), n], behind[jnp.arange(len(n)), n]))",
   ),
 )
 COARSE = (
@@ -418,7 +418,7 @@ MUTANTS = {
   "the better of two drafts": _drawn_from(_best_of_two),
   "draft from bfloat16 logits": _drawn_from(_coarse_logits),
   # the laws that are compared
-  "raw ratio": _text(check_top_p_law, rounds, "round", *RAW),
+  "raw ratio": _text(check_top_p_law, rounds, "_judged", *RAW),
   "bfloat16 p and q": _text(check_float32_law, rounds, "_judge", *COARSE),
   "scored one place too late": _text(
     check_token_law,
