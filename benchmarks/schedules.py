@@ -8,10 +8,10 @@ r"""Which draft and which length pay, by kind of prompt? Adaptive lengths too.
 
 A draft's tokens are worth drafting where it agrees with its target. So the
 prompts should be of easy and of hard kinds. First turns, batch 1; plain
-decoding, each draft at each K and with adaptive lengths up to the largest take
-turns; the tokens a second are over all answers of a kind. "Repeated" is the
-share of plain answers inside an 8-gram that the answer has more than once. Run
-it on an otherwise idle machine.
+decoding, each draft at each K and with adaptive lengths up to the largest (or
+--most) take turns; the tokens a second are over all answers of a kind.
+"Repeated" is the share of plain answers inside an 8-gram that the answer has
+more than once. Run it on an otherwise idle machine.
 """
 
 import copy
@@ -39,6 +39,7 @@ _CONFIG = cli.define_config()
 _DRAFTS = flags.DEFINE_list("drafts", "", "As specjax.predict's; the config's.")
 _TEMPERATURES = flags.DEFINE_list("temperatures", "", "Else the config's.")
 _LENGTHS = flags.DEFINE_list("lengths", "1,2,4,8", "Constant K to compare.")
+_MOST = flags.DEFINE_integer("most", 0, "Of adaptive ones, else the largest.")
 _KINDS = flags.DEFINE_list("kinds", "", "Only prompts of these kinds.")
 _LIMIT = flags.DEFINE_integer("limit", 0, "Prompts of a kind, 0 for all.")
 _TURNS = flags.DEFINE_integer("turns", 3, "Times that a prompt is decoded.")
@@ -74,7 +75,7 @@ def _variants(model, config, opened, todo, out):
   lengths = [int(K) for K in _LENGTHS.value]
   config = copy.deepcopy(config)
   with config.unlocked():
-    config.draft.num_tokens = max(lengths)
+    config.draft.num_tokens = max(*lengths, _MOST.value)
     config.draft.schedule = "adaptive"
   found, sizes = foretold.drafted(out, model, opened, config, todo)
   constant = lambda K: found._replace(opened=found.opened._replace(num_draft=K))
