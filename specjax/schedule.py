@@ -28,6 +28,7 @@ def decide(model, draft, config, sizes, todo):
     return draft
   costs = _costs(model, draft, config, sizes)
   c, v, o = timing.units(costs, K)
+  v[0] = min(v[0], 1)  # a plain step is such a call and more
   if config.draft.schedule == "adaptive":
     policy = adaptive.Policy(c, v, max(float(np.mean(o)), 0.0))
     said = (
@@ -91,7 +92,7 @@ def _costs(model, draft, config, sizes):
     widths=[width - 1 for width in adaptive.widths(K) if width > 1],
     sampling=settings.sampling(config, V),
     steps=steps,
-    turns=3,
+    turns=5,
   )[""]
 
 

@@ -141,6 +141,9 @@ def measure(
   for name, draft in drafts.items():
     draft = draft._replace(num_draft=longest)
     state = generate.start(target, params, ask, draft=draft, **sizes)
+    # it goes on behind the prompt, where padding repeats itself
+    text = np.array([made_up(target, slots)] * batch, np.int32)
+    state = state._replace(tokens=text)
     loop = propose_loop(draft.drafter, longest, steps)
     args = loop, draft.params, state
     variants["draft", name] = functools.partial(seconds, *args)
@@ -178,8 +181,9 @@ def calls(target, params, ask, slots, widths, steps):
 
 
 def made_up(target, context):
-  """Token ids, in a fixed order without repeats nearby."""
-  return ((np.arange(context) * 7919) % min(target.vocab_size, 251)).tolist()
+  """Token ids in a fixed order, none twice in V: nothing that can be copied."""
+  V = target.vocab_size
+  return ((np.arange(context) * (7919 if V % 7919 else 1)) % V).tolist()
 
 
 def decode(target, params, ask, sizes, steps, draft):
