@@ -15,19 +15,23 @@ to train. To fuse a low, a middle and the last layer, as EAGLE-3 does, add
 
   --config.draft.features=2,15,29
 
-drafts/smollm2-135m-instruct was trained in two runs. The first one reads long
-prompts as texts, which costs no sampling; the second one begins with what came
-of it and learns the target's answers:
+drafts/smollm2-135m-instruct was trained in three runs. The first one reads long
+prompts as texts, which costs no sampling; the others begin with what came of
+the one before and learn the target's answers, to other prompts each:
 
   jq -c 'select(.prompt | length >= 1000)' prompts.jsonl > long.jsonl
+  sed -n 2049,3584p prompts.jsonl > more.jsonl
   python train_draft.py --config=configs/smollm2_feature_train.py:texts \
       --workdir=runs/texts --config.data.path=long.jsonl
   python train_draft.py --config=configs/smollm2_feature_train.py:answers \
-      --workdir=runs/smollm2 --config.data.path=prompts.jsonl \
+      --workdir=runs/answers --config.data.path=prompts.jsonl \
       --config.draft.weights=runs/texts/draft
+  python train_draft.py --config=configs/smollm2_feature_train.py:answers \
+      --workdir=runs/more --config.data.path=more.jsonl \
+      --config.draft.weights=runs/answers/draft
 
-on the prompts that its card names: three hours on two CPU cores, two of them
-for sampling answers.
+on the prompts that its card names: some four hours on two CPU cores, most of
+them for sampling answers beside other programs.
 """
 
 from configs import common, smollm2_train
