@@ -100,7 +100,7 @@ def check(kind, found):
   """Raise UserError for a point that its script would refuse at once."""
   from specjax import recipe, settings
 
-  refuse = settings.check if kind == points.DECODE else recipe.check
+  refuse = settings.checked if kind == points.DECODE else recipe.check
   for point in found:
     try:
       refuse(point.config)

@@ -112,7 +112,11 @@ def _program(target, table, p, drafter, params, every, sent, verifier, copies):
 
   def choose(n, probs):
     del n
-    jax.debug.callback(lambda p: sent.following.update({0: p}), probs)
+    # as it is: a callback's thread knows no float64
+    keep = lambda bits: sent.following.update(
+      {0: np.asarray(bits).view(probs.dtype).reshape(probs.shape)}
+    )
+    jax.debug.callback(keep, jax.lax.bitcast_convert_type(probs, jnp.uint32))
     return jnp.asarray(every.following)
 
   def thresholds(state, noise):

@@ -33,9 +33,9 @@ def test_it_was_not_trained_on_the_projects_prompts():
 
 
 def test_it_drafts(smollm2_gguf, tmp_path):
-  """`draft.name=feature` alone finds it; exact, and some of it accepted."""
+  """The config alone finds it; exact, and some of it accepted."""
   path = tmp_path / "report.json"
-  words = ["--config=configs/smollm2.py", "--config.draft.name=feature"]
+  words = ["--config=configs/smollm2.py", "--config.draft.schedule=constant"]
   words += ["--config.draft.lookup=0", "--config.draft.num_tokens=2"]
   words += ["--config.max_new_tokens=48", "--config.predict=False"]
   words += ["--config.prompt=What is the capital of France?"]
