@@ -49,9 +49,7 @@ def _variants(model, draft, lengths):
     return lambda: timing.decode(*args) / _STEPS
 
   def up_to(n):
-    """No token costs anything up to n, the next one more than all."""
-    verify = np.where(np.arange(K + 1) <= n, 0, 1e9)
-    return draft._replace(policy=adaptive.Policy(0.0, verify, 1.0))
+    return draft._replace(policy=adaptive.exactly(K, n))
 
   calls = timing.calls(target, params, ask, _SLOTS, {0, *lengths}, _STEPS)
   per_step = lambda call: lambda: call() / _STEPS
