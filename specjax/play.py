@@ -66,8 +66,8 @@ def sizes(opened, todo, config):
 def warm_up(model, draft, config, sizes):
   """Compile every program that the run needs by running it for one token.
 
-  And once at each width of an adaptive target call: the first time that it runs
-  takes a tenth of a second more on a CPU.
+  And once at each width of an adaptive target call: its first run takes longer
+  on a CPU, which would fall on the first answers (LOG.md).
 
   Returns:
     {decoder: seconds it took}; near zero when the compilation cache has them.

@@ -27,9 +27,9 @@ def decide(model, draft, config, sizes, todo):
   if config.draft.schedule == "constant" or not K or room < K + 2:
     return draft
   costs = _costs(model, draft, config, sizes)
-  c, v, o = timing.units(costs, K)
-  v[0] = min(v[0], 1)  # a plain step is such a call and more
   if config.draft.schedule == "adaptive":
+    c, v, o = timing.units(costs, K)
+    v[0] = min(v[0], 1)  # a plain step is such a call and more
     policy = adaptive.Policy(c, v, max(float(np.mean(o)), 0.0))
     said = (
       f"adaptive, up to {K} tokens; in plain steps a drafted token takes"

@@ -138,11 +138,11 @@ def measure(
   sizes = dict(max_new_tokens=most, slots=slots)
   run = functools.partial(decode, target, params, ask, sizes, steps)
   variants = calls(target, params, ask, slots, {0, *widths}, steps)
+  # a proposal goes on behind the prompt, where padding repeats itself
+  text = np.array([made_up(target, slots)] * batch, np.int32)
   for name, draft in drafts.items():
     draft = draft._replace(num_draft=longest)
     state = generate.start(target, params, ask, draft=draft, **sizes)
-    # it goes on behind the prompt, where padding repeats itself
-    text = np.array([made_up(target, slots)] * batch, np.int32)
     state = state._replace(tokens=text)
     loop = propose_loop(draft.drafter, longest, steps)
     args = loop, draft.params, state
@@ -235,7 +235,7 @@ def target_loop(target, batch, width, steps):
       tokens, cache = carry
       at = jnp.broadcast_to(context + i + jnp.arange(width), tokens.shape)
       hidden, _, cache = target.apply(params, tokens, at, cache)
-      # an argmax of its own costs XLA's CPU backend what two layers do
+      # an argmax would be slow on a CPU, see `sampling.probabilities`
       largest = target.unembed(params, hidden).max(-1)
       return (largest > jnp.inf).astype(jnp.int32), cache
 

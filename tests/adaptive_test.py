@@ -119,6 +119,15 @@ def test_costs_decide_how_much_is_drafted():
   assert 0 < some.tested.sum() < metrics.acceptance(constant, K).tested.sum()
 
 
+@pytest.mark.parametrize("n", range(K + 1))
+def test_exactly(n):
+  """Rows draft so many tokens in each round, if they can."""
+  got = _speculate("lm", _ask(0.0), adaptive.exactly(K, n))
+  np.testing.assert_array_equal(got.tokens, _plain(0.0).tokens)
+  some = metrics.acceptance(got, K).tested
+  assert (some[:n] > 0).all() and not some[n:].any()
+
+
 def test_decide():
   """survival of the next token > lambda (c + v_{i+1} - v_i), by hand."""
   learned = adaptive.begin(2)._replace(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from configs import tiny
-from specjax import answers, metrics, pair, play
+from specjax import adaptive, answers, generate, metrics, pair, play
 from specjax.errors import UserError
 from specjax.models import load
 from specjax.prompts import Prompt
@@ -346,6 +346,26 @@ def test_an_interrupt_keeps_what_was_decoded(where):
   assert answer.rounds[-1] + 1 == 2 * answers.CHUNK_STEPS == batch.steps
   assert kept < len(whole.token_ids)
   assert answer.token_ids == whole.token_ids[:kept]
+
+
+@pytest.mark.parametrize("draft", ["ngram", "lm", "feature"])
+def test_warm_up_runs_each_width(draft, monkeypatch):
+  """Of an adaptive call: the first run of one takes longer than the next."""
+  config, run, seen = _config(draft, decoder=SPECULATIVE), generate.advance, []
+  policy = adaptive.Policy(0.1, 1 + 0.1 * np.arange(4), 0.0)
+
+  def advance(*args, draft, **how):
+    state = run(*args, draft=draft, **how)
+    free = int((np.asarray(draft.policy.verify) < 1).sum()) - 1
+    tested = ~np.isnan(np.asarray(state.overlap)).all(1)
+    seen.append((free, tested.tolist()))
+    return state
+
+  monkeypatch.setattr(generate, "advance", advance)
+  own = _draft(config)._replace(policy=policy)
+  sizes = play.sizes(_model(), _todo("a"), config)
+  play.warm_up(_model(), own, config, sizes)
+  assert seen == [(n, [n > 0]) for n in range(4)]
 
 
 @pytest.mark.parametrize(

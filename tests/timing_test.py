@@ -123,6 +123,8 @@ def test_made_up_prompts(V):
   assert len(ids) == 300 and min(ids) >= 0 and max(ids) < V
   if V > 251:
     assert len(set(ids[:251])) == 251
+  if V > 300:
+    assert len(set(ids)) == 300  # nothing can be copied
 
 
 def _costs(**changes):
