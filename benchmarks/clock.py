@@ -4,6 +4,7 @@ A drift of the machine's speed then falls on all of them. Everything runs at
 batch 1 in SLOTS cache slots.
 """
 
+import functools
 import statistics
 import time
 
@@ -50,5 +51,6 @@ def prompt(seed=0):
 def bare_calls(model, width, steps):
   """() -> seconds of `timing.target_loop` behind PROMPT tokens."""
   loop = timing.target_loop(model.target, 1, width, steps)
+  loops = {0: functools.partial(loop, model.params)}
   cache = model.target.init_cache(1, SLOTS)
-  return lambda: seconds(loop, model.params, cache, np.int32(PROMPT))
+  return timing.in_turn(loops, cache, np.int32(PROMPT))[0]

@@ -4,12 +4,19 @@ With lambda the tokens that decoding makes in the time of a plain step, drafting
 one more token pays exactly if
 
   P(it and all before it are accepted | what is known before it is drawn)
-    > lambda * (c + v_{i+1} - v_i),
+    > lambda * (v_{i+1} - v_i),
 
-c the cost of a draft step and v_i that of a target call on i + 1 tokens, in
-plain steps (renewal reward, the threshold policy of Huang et al. 2024,
-"SpecDec++"). Both sides are learned by each row from its own past rounds: the
-mean of sum min(p, q) where the draft was about as sure of itself, and lambda.
+v_i the cost of a target call on i + 1 tokens, in plain steps (renewal reward,
+the threshold policy of Huang et al. 2024, "SpecDec++"). To know how sure the
+draft is of a token takes a draft step, c plain ones, which is spent by then. So
+a row asks only if what the answer is worth is expected to be more:
+
+  E[max(0, left side - right side)] > lambda * c,
+
+over how sure the draft has been. All of it is learned by each row from its own
+past rounds: how sure its draft is, the mean of sum min(p, q) where it was about
+as sure, and lambda. What was learned fades, so that a row whose text becomes
+easy finds it out.
 
 Nothing here looks at the token that it decides about, so that every verifier
 stays exact. The tokens of a row depend on its own past alone.
@@ -19,13 +26,17 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 BINS = 8  # of a draft's confidence, and as many of a copy's
 _PRIOR = 4.0  # tests that a bin begins with
+_SEEN = 0.5  # answers
+_FADE = 63 / 64  # of what was learned, a round
 # What they found, a + b confidence, of a model's tokens and of copies: about
-# what small heads and copies are worth at T = 0 and T = 1 (LOG.md, 2026-11-30)
-_BELIEFS = (0.1, 0.5), (0.15, 0.75)
+# what a small head and copies are worth (LOG.md, 2026-11-30)
+_GREEDY = (0.1, 0.5), (0.35, 0.6)
+_SAMPLED = (0.23, 0.3), (0.2, 0.5)  # at T = 1
 
 
 class Policy(NamedTuple):
@@ -39,6 +50,8 @@ class Policy(NamedTuple):
 class Learned(NamedTuple):
   """What a row's past rounds have taught, fields [B, ...]."""
 
+  belief: jax.Array  # [B, 2 BINS] float32, of sum min(p, q), to begin with
+  seen: jax.Array  # [B, BINS] float32, a model's answers
   tested: jax.Array  # [B, 2 BINS] float32
   overlap: jax.Array  # [B, 2 BINS] float32, of sum min(p, q) over them
   tokens: jax.Array  # [B] float32 emitted
@@ -55,19 +68,31 @@ class Adaptive(NamedTuple):
 def exactly(num_draft, n):
   """Return the `Policy` by which rows draft n of num_draft tokens, if they can.
 
-  None costs anything up to n, the next one more than all.
+  None costs anything up to n, the next one more than all, so that they do not
+  even ask.
   """
   verify = jnp.where(jnp.arange(num_draft + 1) <= n, 0.0, 1e9)
   return Policy(jnp.float32(0), verify, jnp.float32(1))
 
 
-def begin(batch):
-  """Return the `Learned` of rows that have seen nothing yet."""
-  middle = (jnp.arange(BINS) + 0.5) / BINS
-  belief = jnp.concatenate([a + b * middle for a, b in _BELIEFS])
-  tested = jnp.full((batch, 2 * BINS), _PRIOR, jnp.float32)
-  one = jnp.ones(batch, jnp.float32)
-  return Learned(tested, tested * belief, one, one)
+def begin(temperature):
+  """Return the `Learned` of rows that have seen nothing yet.
+
+  A draft that is not sure is seldom right at T = 0, where there is one right
+  token; at T = 1 it shares some of its law with the target's whatever it is.
+
+  Args:
+    temperature: [B] of the draft's law; between 0 and 1 the beliefs are, too.
+  """
+  middle = (np.arange(BINS, dtype=np.float32) + 0.5) / BINS
+  line = lambda of: np.concatenate([a + b * middle for a, b in of])
+  warm = np.clip(temperature, 0, 1)[:, None]
+  belief = (1 - warm) * line(_GREEDY) + warm * line(_SAMPLED)
+  nothing = np.zeros_like(belief, np.float32)
+  one = np.ones(len(belief), np.float32)
+  return Learned(
+    belief.astype(np.float32), nothing[:, :BINS], nothing, nothing, one, one
+  )
 
 
 def _is_copy(confidence):
@@ -80,6 +105,30 @@ def _bin(confidence):
   return jnp.clip(within, 0, BINS - 1) + copy * BINS
 
 
+def _worth(learned):
+  """What is believed of sum min(p, q), [B, 2 BINS]."""
+  return (_PRIOR * learned.belief + learned.overlap) / (_PRIOR + learned.tested)
+
+
+def _price(policy, learned, i):
+  """What verifying token i must bring, in tokens [B]."""
+  rate = learned.tokens / learned.cost
+  return rate * (policy.verify[i + 1] - policy.verify[i])
+
+
+def ask(policy, learned, i, survival):
+  """Return whether rows need to know how sure their draft is of token i [B].
+
+  Args:
+    i, survival: as of `decide`.
+  """
+  worth = survival[:, None] * _worth(learned)[:, :BINS]
+  gain = jnp.maximum(worth - _price(policy, learned, i)[:, None], 0)
+  often = _SEEN + learned.seen
+  gain = (often * gain).sum(1) / often.sum(1)
+  return gain > learned.tokens / learned.cost * policy.draft
+
+
 def decide(policy, learned, i, survival, confidence):
   """Return whether rows draft their token i [B], and its survival [B].
 
@@ -90,35 +139,36 @@ def decide(policy, learned, i, survival, confidence):
       `types.Proposal`; what that is worth is learned.
   """
   at = _bin(confidence)[:, None]
-  take = lambda x: jnp.take_along_axis(x, at, 1)[:, 0]
-  survival = survival * take(learned.overlap) / take(learned.tested)
-  rate = learned.tokens / learned.cost
-  draft = jnp.where(_is_copy(confidence), 0, policy.draft)
-  more = draft + policy.verify[i + 1] - policy.verify[i]
-  return survival > rate * more, survival
+  survival = survival * jnp.take_along_axis(_worth(learned), at, 1)[:, 0]
+  return survival > _price(policy, learned, i), survival
 
 
 def learn(policy, learned, confidence, overlap, drafted, emitted):
   """Return what a round adds.
 
   Args:
-    confidence: [B, K] of each drafted token.
+    confidence: [B, K] of each token, NaN where the row did not ask.
     overlap: [B, K] sum min(p, q) where it was tested, else NaN.
     drafted: [B] tokens; the target is called on one more, as far as the row is
       concerned: what its neighbours need is none of its business.
     emitted: [B] tokens; a row with none has ended, and learns nothing.
   """
-  real = ~jnp.isnan(overlap) & (emitted > 0)[:, None]
-  one_hot = jax.nn.one_hot(_bin(confidence), 2 * BINS) * real[..., None]
-  found = jnp.where(real, overlap, 0)
-  asked = jnp.where(_is_copy(confidence).any(1), 0, drafted)  # of a model
-  spent = policy.draft * asked + policy.verify[drafted] + policy.overhead
-  return Learned(
-    learned.tested + one_hot.sum(1),
-    learned.overlap + (one_hot * found[..., None]).sum(1),
-    learned.tokens + emitted,
-    learned.cost + jnp.where(emitted > 0, spent, 0),
+  runs = emitted > 0
+  at = jax.nn.one_hot(_bin(confidence), 2 * BINS)  # [B, K, 2 BINS]
+  tested = at * (~jnp.isnan(overlap))[..., None]
+  asked = ~jnp.isnan(confidence) & ~_is_copy(confidence)
+  found = jnp.where(jnp.isnan(overlap), 0, overlap)[..., None]
+  spent = policy.draft * asked.sum(1) + policy.verify[drafted] + policy.overhead
+  new = Learned(
+    belief=learned.belief,
+    seen=_FADE * learned.seen + (at * asked[..., None]).sum(1)[:, :BINS],
+    tested=_FADE * learned.tested + tested.sum(1),
+    overlap=_FADE * learned.overlap + (tested * found).sum(1),
+    tokens=learned.tokens + emitted,
+    cost=learned.cost + spent,
   )
+  keep = lambda x, old: jnp.where(runs.reshape(-1, *[1] * (x.ndim - 1)), x, old)
+  return jax.tree.map(keep, new, learned)
 
 
 def widths(num_draft):

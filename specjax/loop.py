@@ -79,6 +79,7 @@ def start(
   width = min(prompt.shape[1], slots)
   tokens[:, :width] = prompt[:, :width]
   ended = np.where(length >= target.context, types.CONTEXT, types.RUNNING)
+  own = draft and of_draft(draft.sampling or request.sampling)
   state = State(
     tokens=tokens,
     prompt_length=length,
@@ -87,7 +88,7 @@ def start(
     finish=np.where(max_new == 0, types.LENGTH, ended).astype(np.int32),
     key=request.key,
     sampling=_arrays(request.sampling),
-    draft_sampling=draft and of_draft(draft.sampling or request.sampling),
+    draft_sampling=own,
     stop_ids=np.asarray(request.stop_ids, np.int32),
     cache=None,
     round=np.zeros_like(tokens),
@@ -96,7 +97,7 @@ def start(
     history=None,
     logprobs=_no_logprobs(tokens.shape) if logprobs else None,
     draft=None,
-    adaptive=draft and _adaptive(draft.policy, len(prompt)),
+    adaptive=draft and _adaptive(draft.policy, own.temperature),
     steps=np.int32(0),
   )
   features = draft.drafter.features if draft else ()
@@ -131,11 +132,11 @@ def of_draft(ask):
   return _arrays(ask._replace(bias=None, penalties=None, minimum=None))
 
 
-def _adaptive(policy, batch):
+def _adaptive(policy, temperature):
   if policy is None:
     return None
   policy = adaptive.Policy(*(np.asarray(x, np.float32) for x in policy))
-  return adaptive.Adaptive(policy, adaptive.begin(batch))
+  return adaptive.Adaptive(policy, adaptive.begin(temperature))
 
 
 def _no_logprobs(shape):

@@ -49,7 +49,7 @@ def round(
   """
   K = num_draft
   context = types.Context(
-    state.tokens, state.length, state.draft_sampling, K, rule(state)
+    state.tokens, state.length, state.draft_sampling, K, *rule(state)
   )
   proposal, draft = drafter.propose(draft_params, state.draft, context, noise)
 
@@ -85,11 +85,11 @@ class _Judged(NamedTuple):
 
 
 def rule(state):
-  """The rule by which rows stop drafting, None where they never do."""
+  """`Context.more` and `Context.ask`, None where rows never stop drafting."""
   if state.adaptive is None:
-    return None
-  policy, learned = state.adaptive
-  return functools.partial(adaptive.decide, policy, learned)
+    return None, None
+  of = lambda function: functools.partial(function, *state.adaptive)
+  return of(adaptive.decide), of(adaptive.ask)
 
 
 def _learn(state, proposal, overlap, num_accepted, emitted):

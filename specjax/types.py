@@ -133,7 +133,8 @@ class Proposal(NamedTuple):
   probs: jax.Array  # [B, K, V] the very law each was drawn from
   length: jax.Array  # [B] int32 in 0..K, how many are real
   # [B, K] in [0, 1], how sure the draft was of each before it was drawn, 1 more
-  # of a copy of earlier text; None from a draft that never stops early
+  # of a copy of earlier text, NaN where a row stopped without asking; None from
+  # a draft that never stops early
   confidence: jax.Array | None = None
 
 
@@ -162,6 +163,9 @@ class Context(NamedTuple):
   # (i, survival [B], confidence [B]) -> (whether to draft token i [B], the
   # survival that it brings); None: draft K
   more: Callable | None = None
+  # (i, survival [B]) -> [B], is it worth the draft's work to know how sure it
+  # is of token i; None: always
+  ask: Callable | None = None
 
 
 class Outcome(NamedTuple):

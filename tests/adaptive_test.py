@@ -128,42 +128,91 @@ def test_exactly(n):
   assert (some[:n] > 0).all() and not some[n:].any()
 
 
-def test_decide():
-  """survival of the next token > lambda (c + v_{i+1} - v_i), by hand."""
-  learned = adaptive.begin(2)._replace(
-    tokens=jnp.array([2.0, 4.0]), cost=jnp.array([2.0, 2.0])
+def _learned(**fields):
+  return adaptive.begin(np.zeros(2))._replace(
+    tokens=jnp.array([2.0, 4.0]), cost=jnp.array([2.0, 2.0]), **fields
   )
-  policy = adaptive.Policy(*map(jnp.asarray, (0.1, [1.0, 1.1, 1.2], 0.0)))
+
+
+def test_decide():
+  """survival of the next token > lambda (v_{i+1} - v_i), by hand."""
+  policy = adaptive.Policy(*map(jnp.asarray, (9.9, [1.0, 1.2, 1.4], 0.0)))
   sure = jnp.array([0.75, 0.75])  # in the bin from 3/4 to 7/8
   belief = 0.1 + 0.5 * 13 / 16
-  go, survival = adaptive.decide(policy, learned, 1, jnp.ones(2), sure)
-  np.testing.assert_allclose(survival, [belief] * 2)
+  go, survival = adaptive.decide(policy, _learned(), 1, jnp.ones(2), sure)
+  np.testing.assert_allclose(survival, [belief] * 2, rtol=1e-6)
   assert go.tolist() == [True, True]  # 0.2 and 0.4 are less
-  go, survival = adaptive.decide(policy, learned, 0, survival, sure)
+  go, survival = adaptive.decide(policy, _learned(), 0, survival, sure)
   np.testing.assert_allclose(survival, [belief**2] * 2, rtol=1e-6)
   assert go.tolist() == [True, False]  # 0.2 is less, 0.4 is more
+  tested = jnp.zeros((2, 2 * adaptive.BINS)).at[:, 6].set(12.0)
+  known = _learned(tested=tested, overlap=tested / 4)
+  _, survival = adaptive.decide(policy, known, 0, jnp.ones(2), sure)
+  np.testing.assert_allclose(survival, [(4 * belief + 3) / 16] * 2, rtol=1e-6)
+
+
+@pytest.mark.parametrize("survival", [1.0, 0.4])
+@pytest.mark.parametrize("seen", [0.0, 5.0])
+def test_ask(seen, survival):
+  """E[max(0, survival of the next token - its price)] > lambda c, by hand."""
+  belief = 0.1 + 0.5 * (np.arange(8) + 0.5) / 8
+  often = np.full(8, 0.5)
+  often[0] += seen  # answers of which none is worth 0.2
+  known = np.zeros((2, 8), np.float32)
+  known[:, 0] = seen
+  gain = lambda price: (
+    np.maximum(survival * belief - price, 0) @ often / often.sum()
+  )
+  # lambda is 1 and 2, the price of verification .2 and .4
+  for scale, want in [(0.99, True), (1.01, False)]:
+    for row, rate in enumerate([1, 2]):
+      c = scale * gain(rate * 0.2) / rate
+      policy = adaptive.Policy(*map(jnp.asarray, (c, [1.0, 1.2], 0.0)))
+      got = adaptive.ask(policy, _learned(seen=known), 0, jnp.full(2, survival))
+      assert got[row] == (want and c > 0)
+
+
+def test_begin():
+  """Beliefs by the draft's temperature; above 1 they are those of 1."""
+  got = adaptive.begin(np.array([0.0, 0.5, 1.0, 3.0]))
+  n = adaptive.BINS
+  at = (np.arange(n) + 0.5) / n
+  greedy = np.concatenate([0.1 + 0.5 * at, 0.35 + 0.6 * at])
+  sampled = np.concatenate([0.23 + 0.3 * at, 0.2 + 0.5 * at])
+  want = [greedy, (greedy + sampled) / 2, sampled, sampled]
+  np.testing.assert_allclose(got.belief, want, rtol=1e-6)
 
 
 def test_learn():
-  """Means by bin of what was tested; ended rows learn nothing."""
+  """What was asked and tested, by bin; ended rows learn nothing."""
   policy = adaptive.Policy(*map(jnp.asarray, (0.1, [1.0, 1.5, 2.0], 0.2)))
-  before = adaptive.begin(3)
-  got = adaptive.learn(
-    policy,
-    before,
+  before = adaptive.begin(np.zeros(3))
+  nan = jnp.nan
+  round = dict(
     confidence=jnp.array([[0.99, 1.0], [0.0, 0.6], [0.9, 0.9]]),
-    overlap=jnp.array([[0.5, jnp.nan], [0.25, 0.75], [0.5, 0.5]]),
+    overlap=jnp.array([[0.5, nan], [0.25, 0.75], [0.5, 0.5]]),
     drafted=jnp.array([1, 2, 2]),
     emitted=jnp.array([2, 1, 0]),
   )
-  more = jax.tree.map(lambda x, y: np.asarray(x - y), got, before)
-  tested, overlap = np.zeros((2, 3, 2 * adaptive.BINS))
+  got = adaptive.learn(policy, before, **round)
+  seen, (tested, overlap) = np.zeros((3, 8)), np.zeros((2, 3, 16))
+  seen[0, 7], seen[1, [0, 4]] = 2, 1
   tested[0, 7], overlap[0, 7] = 1, 0.5
   tested[1, [0, 4]], overlap[1, [0, 4]] = 1, [0.25, 0.75]
-  np.testing.assert_allclose(more.tested, tested)
-  np.testing.assert_allclose(more.overlap, overlap, atol=1e-6)
-  assert more.tokens.tolist() == [2, 1, 0]
-  np.testing.assert_allclose(more.cost, [1.8, 2.4, 0], atol=1e-6)
+  np.testing.assert_allclose(got.seen, seen)
+  np.testing.assert_allclose(got.tested, tested)
+  np.testing.assert_allclose(got.overlap, overlap, atol=1e-6)
+  assert (got.tokens - before.tokens).tolist() == [2, 1, 0]
+  np.testing.assert_allclose(got.cost - before.cost, [1.9, 2.4, 0], atol=1e-6)
+  # a second round without a question: all fades, and only where a row runs
+  round |= dict(confidence=jnp.full((3, 2), nan), overlap=jnp.full((3, 2), nan))
+  round |= dict(drafted=jnp.zeros(3, int), emitted=jnp.array([1, 0, 0]))
+  later = adaptive.learn(policy, got, **round)
+  for name in ("seen", "tested", "overlap"):
+    want = np.array(getattr(got, name))
+    want[0] *= 63 / 64
+    np.testing.assert_allclose(getattr(later, name), want, rtol=1e-6)
+  np.testing.assert_allclose(later.cost - got.cost, [1.2, 0, 0], atol=1e-6)
 
 
 def test_confidence_is_not_that_of_a_greedy_law():
@@ -178,9 +227,38 @@ def test_confidence_is_not_that_of_a_greedy_law():
   )
   noise = types.Noise(lambda i, q: q.argmax(-1), None, None)
   feed = lambda i, token, carry: (logits[::-1], carry)
-  got, _ = chain.propose(context, noise, logits, feed, (), vocab_size=3)
+  head = lambda x: x
+  args = noise, head, feed, logits, ()
+  got, _ = chain.propose(context, *args, vocab_size=3)
   np.testing.assert_allclose(got.confidence, [[0.5, 0.6], [0.6, 0.5]], 1e-6)
   assert got.tokens.tolist() == [[0, 2], [2, 0]]
+
+
+@pytest.mark.parametrize("asked", [(0, 0), (0, 3), (2, 1), (3, 3)])
+def test_a_row_that_does_not_ask_stops(asked):
+  """What it was told is NaN from there on; its neighbour's is its own."""
+  target, params = _tiny()
+  ask, rows = _ask(0.0, slice(0, 2)), jnp.array(asked)
+  draft = types.Draft(lm.make(target, target.vocab_size), _noisy(), 3)
+  state = loop.start(target, params, ask, max_new_tokens=N, draft=draft)
+  noise = rounds.keyed_noise(state, 3, "block")
+  context = types.Context(
+    state.tokens, state.length, state.draft_sampling, 3, None
+  )
+  every = lambda i, survival, confidence: (confidence >= 0, survival)
+  propose = jax.jit(
+    lambda **how: draft.drafter.propose(
+      draft.params, state.draft, context._replace(more=every, **how), noise
+    )[0],
+    static_argnames="ask",
+  )
+  whole = propose(ask=None)
+  got = propose(ask=lambda i, survival: i < rows)
+  assert got.length.tolist() == list(asked)
+  told = np.arange(3) < np.array(asked)[:, None]
+  np.testing.assert_array_equal(np.isnan(got.confidence), ~told)
+  np.testing.assert_array_equal(got.tokens[told], whole.tokens[told])
+  np.testing.assert_allclose(got.probs[told], whole.probs[told], atol=1e-6)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

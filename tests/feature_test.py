@@ -116,7 +116,7 @@ def test_rows_that_stop_drafting():
   """A policy by which each row decides: lengths differ, tokens do not."""
   target, params = _tiny()
   draft = _draft((0, 1, 0))
-  policy = adaptive.Policy(0.05, 1 + 0.05 * np.arange(5), 0.0)
+  policy = adaptive.Policy(0.05, 1 + 0.2 * np.arange(5), 0.0)
   rows, accepted = range(8), 0
   for greedy, verifier in ((True, "block"), (False, "coupled")):
     got = generate.speculative(

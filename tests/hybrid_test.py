@@ -131,9 +131,12 @@ def test_each_row_has_one_of_the_two():
   copies = np.asarray(copy.length) > 0
   assert copies.any() and not copies.all()
   assert both.confidence is None
-  for got, ours, theirs in zip(both[:3], copy[:3], head[:3], strict=True):
+  for name in ("tokens", "probs", "length"):
+    got, ours, theirs = (getattr(x, name) for x in (both, copy, head))
     np.testing.assert_array_equal(got[copies], ours[copies])
-    np.testing.assert_array_equal(got[~copies], theirs[~copies])
+    # laws to one rounding: it is compiled into a branch here, alone there
+    ulp = dict(rtol=1e-6 if name == "probs" else 0)
+    np.testing.assert_allclose(got[~copies], theirs[~copies], **ulp)
 
 
 def test_what_no_copy_is_worth_the_head_drafts():
@@ -144,19 +147,19 @@ def test_what_no_copy_is_worth_the_head_drafts():
 
   got, head = _proposal(_draft(), more), _proposal(feature_test._draft(), more)
   for ours, theirs in zip(got, head, strict=True):
-    np.testing.assert_array_equal(ours, theirs)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-6)
   only = _proposal(_draft(), lambda i, s, c: (c > 1, s))
   copy = _proposal(types.Draft(ngram.make(V, shortest=2), (), K))
   np.testing.assert_array_equal(only.length, copy.length)
   copies = np.asarray(copy.length) > 0
   assert (np.asarray(only.confidence)[copies] > 1).all()
-  assert (np.asarray(only.confidence)[~copies] <= 1).all()
+  assert not (np.asarray(only.confidence)[~copies] > 1).any()
 
 
 def test_copies_have_beliefs_of_their_own():
   """And cost nothing to draft."""
   policy = adaptive.Policy(*map(jnp.asarray, (0.5, [1.0, 1.5, 2.0], 0.2)))
-  before = adaptive.begin(2)
+  before = adaptive.begin(np.zeros(2))
   got = adaptive.learn(
     policy,
     before,
@@ -165,15 +168,15 @@ def test_copies_have_beliefs_of_their_own():
     drafted=jnp.array([2, 2]),
     emitted=jnp.array([2, 2]),
   )
-  more = jax.tree.map(lambda x, y: np.asarray(x - y), got, before)
-  assert np.argwhere(more.tested).tolist() == [[0, 10], [1, 2]]
-  np.testing.assert_allclose(more.cost, [2.2, 3.2], rtol=1e-6)
+  assert np.argwhere(got.tested).tolist() == [[0, 10], [1, 2]]
+  assert np.argwhere(got.seen).tolist() == [[1, 2]]
+  np.testing.assert_allclose(got.cost - before.cost, [2.2, 3.2], rtol=1e-6)
   same = before._replace(tokens=jnp.ones(2), cost=jnp.ones(2))
-  sure = jnp.array([1.95, 0.95])  # .85 is more than .5, .57 less than 1
+  sure = jnp.array([1.95, 0.95])  # .91 and .57 are more than .5
   go, survival = adaptive.decide(policy, same, 0, jnp.ones(2), sure)
-  assert go.tolist() == [True, False]
+  assert go.tolist() == [True, True]
   m = 15 / 16  # the middle of the last bin
-  np.testing.assert_allclose(survival, [0.15 + 0.75 * m, 0.1 + 0.5 * m])
+  np.testing.assert_allclose(survival, [0.35 + 0.6 * m, 0.1 + 0.5 * m])
 
 
 def test_the_heads_cache_holds_no_guess():

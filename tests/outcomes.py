@@ -122,7 +122,7 @@ def _program(target, table, p, drafter, params, every, sent, verifier, copies):
   def thresholds(state, noise):
     """u [B, K] on the wanted side of what it meets, weight [B], q [B, K]."""
     context = types.Context(
-      state.tokens, state.length, state.sampling, K, rounds.rule(state)
+      state.tokens, state.length, state.sampling, K, *rounds.rule(state)
     )
     proposal, _ = drafter.propose(params, state.draft, context, noise)
     x, probs, length, _ = proposal

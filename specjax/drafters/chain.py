@@ -22,17 +22,20 @@ class _Plan(NamedTuple):
   alive: jax.Array  # [B] bool, it has not stopped
   length: jax.Array  # [B] int32, tokens so far
   survival: jax.Array  # [B] what is believed of them all
-  confidence: jax.Array  # [B, K] `_confidence` of each, before it was drawn
+  # [B, K] `_confidence` of each token before it was drawn, NaN where a row did
+  # not ask
+  confidence: jax.Array
 
 
-def propose(context, noise, logits, feed, carry, *, vocab_size, ids=None):
+def propose(context, noise, head, feed, x, carry, *, vocab_size, ids=None):
   """Draw context.num_draft >= 1 tokens, each from its law behind those before.
 
   Args:
     context, noise: of `Drafter.propose`.
-    logits: [B, Vq] behind the committed tokens.
-    feed: (i, tokens [B], carry) -> (logits [B, Vq], carry): feeds the drafted
-      token i - 1 and gives the logits of token i, i from 1.
+    head: x -> logits [B, Vq].
+    feed: (i, tokens [B], carry) -> (x, carry): feeds the drafted token i - 1
+      and gives what the head makes token i of, i from 1.
+    x: an array, what it makes token 0 of.
     carry: what feed changes, such as a cache.
     vocab_size: V; a draft's logits beyond it are never drafted.
     ids: an array [Vq], the token of each logit; None: 0, 1, 2, ...
@@ -42,29 +45,33 @@ def propose(context, noise, logits, feed, carry, *, vocab_size, ids=None):
   """
   B, K = len(context.tokens), context.num_draft
 
-  def law(logits):
-    laws = jax.vmap(sampling.probabilities)
-    return laws(logits[:, :vocab_size], context.sampling)
-
-  def draw(q, i):
+  def draw(logits, i):
     """A token [B] and the law [B, V] that it was drawn from."""
+    q = jax.vmap(sampling.probabilities)(logits, context.sampling)
     token = noise.draft(i, q)
     if ids is None:
       return token, jnp.pad(q, ((0, 0), (0, vocab_size - q.shape[1])))
     wide = jnp.zeros((B, vocab_size), q.dtype)
     return jnp.asarray(ids)[token], wide.at[:, ids].set(q)
 
-  plan = _go_on(context, 0, _begin(B, K), logits[:, :vocab_size])
-  token, q = draw(law(logits), 0)
+  def one(i, x, plan):
+    """Token i, if rows go on to it, its law, and the plan."""
+    logits = head(x)[:, :vocab_size]
+    plan = _go_on(context, i, plan, logits)
+    if context.more is None:
+      return *draw(logits, i), plan
+    token, q = _where_any(plan.alive, draw, logits, i)
+    return token, q, _ask(context, i + 1, plan)
+
+  token, q, plan = _first(context, one, x, _ask(context, 0, _begin(B, K)))
   # padded, not set: XLA's CPU backend makes five copies of a scatter at K = 1
   drafted = jnp.pad(token[:, None], ((0, 0), (0, K - 1)))
   probs = jnp.pad(q[:, None], ((0, 0), (0, K - 1), (0, 0)))
 
   def step(state):
     i, carry, drafted, probs, plan = state
-    logits, carry = feed(i, drafted[:, i - 1], carry)
-    plan = _go_on(context, i, plan, logits[:, :vocab_size])
-    token, q = draw(law(logits), i)
+    x, carry = feed(i, drafted[:, i - 1], carry)
+    token, q, plan = one(i, x, plan)
     drafted = drafted.at[:, i].set(token)
     return i + 1, carry, drafted, probs.at[:, i].set(q), plan
 
@@ -80,7 +87,37 @@ def propose(context, noise, logits, feed, carry, *, vocab_size, ids=None):
 def _begin(batch, num_draft):
   one = jnp.ones(batch, jnp.float32)
   length = jnp.zeros(batch, jnp.int32)
-  return _Plan(one > 0, length, one, jnp.zeros((batch, num_draft)))
+  unknown = jnp.full((batch, num_draft), jnp.nan, jnp.float32)
+  return _Plan(one > 0, length, one, unknown)
+
+
+def _first(context, one, x, plan):
+  """one(0, x, plan), or what it would be if no row asks."""
+  if context.ask is None:
+    return one(0, x, plan)
+
+  def once(i, found):
+    # or XLA would compute it in front of the loop, asked or not
+    return one(0, lax.optimization_barrier((x, i))[0], found[-1])
+
+  shapes = jax.eval_shape(one, 0, x, plan)
+  token, q = (jnp.zeros(a.shape, a.dtype) for a in shapes[:2])
+  trips = plan.alive.any().astype(jnp.int32)
+  return lax.fori_loop(0, trips, once, (token, q, plan))
+
+
+def _where_any(rows, function, *args):
+  """function(*args), or zeros where there are no such rows."""
+  shapes = jax.eval_shape(function, *args)
+  zeros = lambda *_: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+  return lax.cond(rows.any(), function, zeros, *args)
+
+
+def _ask(context, i, plan):
+  """The plan without the rows that need not know how sure token i would be."""
+  if context.ask is None:
+    return plan
+  return plan._replace(alive=plan.alive & context.ask(i, plan.survival))
 
 
 def _go_on(context, i, plan, logits):
@@ -89,12 +126,13 @@ def _go_on(context, i, plan, logits):
     return plan._replace(length=plan.length + 1)
   confidence = _confidence(logits)
   go, survival = context.more(i, plan.survival, confidence)
+  known = jnp.where(plan.alive, confidence, jnp.nan)
   alive = plan.alive & go
   return _Plan(
     alive,
     plan.length + alive,
     survival,
-    plan.confidence.at[:, i].set(confidence),
+    plan.confidence.at[:, i].set(known),
   )
 
 

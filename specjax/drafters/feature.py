@@ -179,13 +179,14 @@ def make(config, vocab_size, *, ids=None):
       cache, last = carry
       at = (context.length - 1 + i)[:, None]
       a, cache = feed(params, cache, token[:, None], last[:, None], at)
-      return head(config, params, a[:, 0]), (cache, a[:, 0])
+      return a[:, 0], (cache, a[:, 0])
 
     proposal, (cache, _) = chain.propose(
       context,
       noise,
-      head(config, params, state.last),
+      functools.partial(head, config, params),
       more,
+      state.last,
       (state.cache, state.last),
       vocab_size=vocab_size,
       ids=ids,

@@ -40,7 +40,10 @@ def make(head, vocab_size, *, least):
       return head.propose(params, state, context, noise)
     copy, _ = lookup.propose((), (), context, noise)
     copies = copy.length > 0
-    rest = context._replace(more=_of_others(context.more, ~copies))
+    rest = context._replace(
+      more=_of_others(context.more, ~copies),
+      ask=lambda i, survival: ~copies & _asks(context, i, survival),
+    )
     drafted, state = head.propose(params, state, rest, noise)
 
     def choose(ours, theirs):
@@ -53,6 +56,10 @@ def make(head, vocab_size, *, least):
     return proposal, state
 
   return head._replace(propose=propose)
+
+
+def _asks(context, i, survival):
+  return True if context.ask is None else context.ask(i, survival)
 
 
 def _of_others(more, drafts):

@@ -52,12 +52,11 @@ def make(model, vocab_size, *, ids=None):
 
     def feed(i, token, cache):
       at = (length - 1 + i)[:, None]
-      hidden, cache = _feed(model, params, cache, token[:, None], at)
-      return model.unembed(params, hidden), cache
+      return _feed(model, params, cache, token[:, None], at)
 
-    logits = model.unembed(params, hidden)
+    head = functools.partial(model.unembed, params)
     options = dict(vocab_size=vocab_size, ids=ids)
-    return chain.propose(context, noise, logits, feed, cache, **options)
+    return chain.propose(context, noise, head, feed, hidden, cache, **options)
 
   def init(params, prompt, length, taps, slots):
     del taps, slots  # it reads none; its slots are the target's
