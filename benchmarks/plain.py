@@ -2,7 +2,7 @@
 
 read    one jitted sum over a float32 array as large as the weights that a
         step reads: what the memory's bandwidth allows
-argmax  a bare loop of target calls that takes jnp.argmax of the logits
+largest  a bare loop of target calls that takes the largest of the logits
 T = 0, T = 1, top_p = 0.9 at T = 1: `generate.advance`
 """
 
@@ -40,7 +40,7 @@ def variants(model, steps):
   read = lambda: sum(clock.seconds(total, weights) for _ in range(steps))
   return {
     "read": read,
-    "argmax": clock.bare_calls(model, 1, steps),
+    "largest": clock.bare_calls(model, 1, steps),
     **{
       name: lambda options=options: decode(options)
       for name, options in _SAMPLING.items()
@@ -51,7 +51,7 @@ def variants(model, steps):
 def table(times, steps):
   """Medians; ratios are medians of a turn's pairs, and best against best."""
   result = rich.table.Table(
-    "", "ms a call", "best", "of the read", "best of best", "over argmax"
+    "", "ms a call", "best", "of the read", "best of best", "over largest"
   )
   paired = lambda a, b: clock.median_ratio(times[a], times[b])
   for name, row in times.items():
@@ -61,6 +61,6 @@ def table(times, steps):
       f"{min(row) / steps * 1e3:.2f}",
       f"{paired('read', name):.2f}",
       f"{min(times['read']) / min(row):.2f}",
-      f"{(paired(name, 'argmax') - 1) * 100:+.1f} %",
+      f"{(paired(name, 'largest') - 1) * 100:+.1f} %",
     )
   return result

@@ -5,8 +5,9 @@ r"""Where a round's time goes: calls, rounds of K, and rounds that draft fewer.
 
 Batch 1, behind a text that repeats nothing. A bare call on n tokens has nothing
 around it; a round of K is what a constant schedule runs; a row that may draft
-up to draft.num_tokens and stops at n is what an adaptive one does, and at 0 all
-that it costs to have asked. The draft is the config's. Medians of turns; run it
+up to draft.num_tokens and stops at n is an adaptive one that does not ask how
+sure the draft is of the next token (a row that asks and declines pays a draft
+step more). The draft is the config's. Medians of turns; run it
 on an otherwise idle machine.
 """
 

@@ -1,7 +1,7 @@
 """How many tokens to draft: as long as the next one is worth its cost.
 
 With lambda the tokens that decoding makes in the time of a plain step, drafting
-one more token pays exactly if
+one more token pays by itself if
 
   P(it and all before it are accepted | what is known before it is drawn)
     > lambda * (v_{i+1} - v_i),
@@ -13,10 +13,12 @@ a row asks only if what the answer is worth is expected to be more:
 
   E[max(0, left side - right side)] > lambda * c,
 
-over how sure the draft has been. All of it is learned by each row from its own
-past rounds: how sure its draft is, the mean of sum min(p, q) where it was about
-as sure, and lambda. What was learned fades, so that a row whose text becomes
-easy finds it out.
+over how sure the draft has been. (c is the mean of a draft step; what the first
+one of a round takes is less for a feature head, whose layers have run by then,
+and an `lm` feeds its last two tokens whether it asks or not.) Each row learns
+all of it from its own past rounds: how sure its draft is, the mean of sum
+min(p, q) where it was about as sure, and lambda. The first two fade, so that a
+row that has stopped asking goes back to what it began with and asks again.
 
 Nothing here looks at the token that it decides about, so that every verifier
 stays exact. The tokens of a row depend on its own past alone.
@@ -31,7 +33,7 @@ from jax import lax
 
 BINS = 8  # of a draft's confidence, and as many of a copy's
 _PRIOR = 4.0  # tests that a bin begins with
-_SEEN = 0.5  # answers
+_SEEN = 0.5  # answers that it begins with
 _FADE = 63 / 64  # of what was learned, a round
 # What they found, a + b confidence, of a model's tokens and of copies: about
 # what a small head and copies are worth (LOG.md, 2026-11-30)
@@ -42,7 +44,7 @@ _SAMPLED = (0.23, 0.3), (0.2, 0.5)  # at T = 1
 class Policy(NamedTuple):
   """What a round costs, in plain steps; data, so that none compiles anew."""
 
-  draft: jax.Array  # [] float32, c: a drafted token
+  draft: jax.Array  # [] float32, c: a draft step
   verify: jax.Array  # [K + 1] float32, v_k: a target call on k + 1 tokens
   overhead: jax.Array  # [] float32, the rest of a round
 
@@ -154,16 +156,17 @@ def learn(policy, learned, confidence, overlap, drafted, emitted):
     emitted: [B] tokens; a row with none has ended, and learns nothing.
   """
   runs = emitted > 0
-  at = jax.nn.one_hot(_bin(confidence), 2 * BINS)  # [B, K, 2 BINS]
+  # float32 by name: under jax_enable_x64 the default is another (B59)
+  at = jax.nn.one_hot(_bin(confidence), 2 * BINS, dtype=jnp.float32)
   tested = at * (~jnp.isnan(overlap))[..., None]
   asked = ~jnp.isnan(confidence) & ~_is_copy(confidence)
-  found = jnp.where(jnp.isnan(overlap), 0, overlap)[..., None]
+  found = jnp.where(jnp.isnan(overlap), 0, overlap).astype(jnp.float32)
   spent = policy.draft * asked.sum(1) + policy.verify[drafted] + policy.overhead
   new = Learned(
     belief=learned.belief,
     seen=_FADE * learned.seen + (at * asked[..., None]).sum(1)[:, :BINS],
     tested=_FADE * learned.tested + tested.sum(1),
-    overlap=_FADE * learned.overlap + (tested * found).sum(1),
+    overlap=_FADE * learned.overlap + (tested * found[..., None]).sum(1),
     tokens=learned.tokens + emitted,
     cost=learned.cost + spent,
   )

@@ -89,7 +89,9 @@ def rule(state):
   if state.adaptive is None:
     return None, None
   of = lambda function: functools.partial(function, *state.adaptive)
-  return of(adaptive.decide), of(adaptive.ask)
+  running = state.finish == types.RUNNING  # or an ended row would ask for ever
+  ask = of(adaptive.ask)
+  return of(adaptive.decide), lambda i, survival: running & ask(i, survival)
 
 
 def _learn(state, proposal, overlap, num_accepted, emitted):

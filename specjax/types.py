@@ -133,8 +133,8 @@ class Proposal(NamedTuple):
   probs: jax.Array  # [B, K, V] the very law each was drawn from
   length: jax.Array  # [B] int32 in 0..K, how many are real
   # [B, K] in [0, 1], how sure the draft was of each before it was drawn, 1 more
-  # of a copy of earlier text, NaN where a row stopped without asking; None from
-  # a draft that never stops early
+  # of a copy of earlier text, NaN where a row did not ask; None from a draft
+  # that never stops early
   confidence: jax.Array | None = None
 
 

@@ -59,9 +59,16 @@ def _speculate(name, ask, policy, verifier="block", num_draft=K):
 
 
 @pytest.mark.parametrize("verifier", ["token", "block"])
-@pytest.mark.parametrize("draft", [0.0, 0.3])
-@pytest.mark.parametrize("name", ["lm", "ngram"])
-def test_joint_law(name, draft, verifier):
+@pytest.mark.parametrize(
+  "name, draft, more, met",
+  [
+    ("lm", 0.0, 0.2, {"drafted"}),
+    ("lm", 0.025, 0.4, {"not asked", "declined", "drafted"}),
+    ("ngram", 0.0, 0.2, {"drafted"}),
+    ("ngram", 0.0, 0.4, {"declined", "drafted"}),
+  ],
+)
+def test_joint_law(name, draft, more, met, verifier):
   """Every outcome of successive rounds, each length decided on the way."""
   V, K, T = 3, 2, 4
   p = outcomes.laws(V)
@@ -71,11 +78,30 @@ def test_joint_law(name, draft, verifier):
     params, choices = jnp.log(jnp.asarray(q, jnp.float32)), V
   else:
     drafter, params, choices = ngram.make(V), (), 1
-  policy = adaptive.Policy(draft, 1 + 0.2 * np.arange(K + 1), 0.1)
+  policy = adaptive.Policy(draft, 1 + more * np.arange(K + 1), 0.1)
   prompt = [0, 1, 2, 0, 1]
   sizes = dict(K=K, T=T, choices=choices, verifier=verifier)
+  drafter, seen = watched(drafter)
   got = outcomes.joint_law(p, drafter, params, prompt, policy=policy, **sizes)
   assert outcomes.error(got, outcomes.target_law(p, prompt, T)) < 1e-6
+  assert met <= seen
+
+
+def watched(drafter):
+  """The drafter, and a set of what its rounds come to."""
+  seen = set()
+
+  def note(length, confidence):
+    for n, sure in zip(length, confidence, strict=True):
+      first = "not asked" if np.isnan(sure[0]) else "declined"
+      seen.add("drafted" if n else first)
+
+  def propose(*args):
+    proposal, state = drafter.propose(*args)
+    jax.debug.callback(note, proposal.length, proposal.confidence)
+    return proposal, state
+
+  return drafter._replace(propose=propose), seen
 
 
 @pytest.mark.parametrize(
@@ -259,6 +285,80 @@ def test_a_row_that_does_not_ask_stops(asked):
   np.testing.assert_array_equal(np.isnan(got.confidence), ~told)
   np.testing.assert_array_equal(got.tokens[told], whole.tokens[told])
   np.testing.assert_allclose(got.probs[told], whole.probs[told], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  "asked, drafted, heads, draws",
+  [(0, 3, 0, 0), (1, 0, 1, 0), (1, 3, 1, 1), (3, 1, 2, 1), (3, 3, 3, 3)],
+)
+def test_what_is_not_asked_is_not_computed(asked, drafted, heads, draws):
+  """Neither the head nor a draw runs where no row has a use for it."""
+  done = []
+
+  def count(name, x):
+    jax.debug.callback(lambda: done.append(name))
+    return x
+
+  @jax.jit
+  def propose(x):
+    context = types.Context(
+      tokens=jnp.zeros((2, 4), jnp.int32),
+      length=jnp.ones(2, jnp.int32),
+      sampling=request.make([[1]] * 2, max_new=1, temperature=0.0).sampling,
+      num_draft=3,
+      more=lambda i, survival, c: (jnp.full(2, i < drafted), survival),
+      ask=lambda i, survival: jnp.full(2, i < asked),
+    )
+    noise = types.Noise(lambda i, q: count("draw", q.argmax(-1)), None, None)
+    head = functools.partial(count, "head")
+    feed = lambda i, token, carry: (x[::-1], carry)
+    return chain.propose(context, noise, head, feed, x, (), vocab_size=3)[0]
+
+  got = jax.block_until_ready(propose(jnp.log(jnp.eye(2, 3) + 0.1)))
+  jax.effects_barrier()
+  assert got.length.tolist() == [min(asked, drafted)] * 2
+  assert [done.count("head"), done.count("draw")] == [heads, draws]
+
+
+@pytest.mark.parametrize("name", ["lm", "ngram"])
+@pytest.mark.parametrize("num_draft", [1, K])
+def test_x64_changes_nothing(name, num_draft):
+  """B59: of what a row has learned, too."""
+  target, params = _tiny()
+  drafter, draft_params = _drafts()[name]
+  draft = types.Draft(drafter, draft_params, num_draft, policy=_policy())
+  ask = _ask(0.8)
+
+  def run():
+    sizes = dict(max_new_tokens=N, draft=draft)
+    state = generate.start(target, params, ask, **sizes)
+    return generate.advance(target, params, state, steps=9, draft=draft)
+
+  want = run()
+  with jax.enable_x64(True):
+    got = run()
+  np.testing.assert_array_equal(got.tokens, want.tokens)
+  for x in jax.tree.leaves(got.adaptive):
+    assert x.dtype == jnp.float32
+    assert np.isfinite(x).all()
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, atol=1e-4),
+    *(got.adaptive, want.adaptive),
+  )
+
+
+def test_an_ended_row_asks_nothing():
+  """Or it would keep the draft of a batch at work."""
+  target, params = _tiny()
+  drafter, draft_params = _drafts()["lm"]
+  draft = types.Draft(drafter, draft_params, K, policy=_policy())
+  sizes = dict(max_new_tokens=N, draft=draft)
+  state = generate.start(target, params, _ask(0.8), **sizes)
+  ended = np.arange(len(PROMPTS)) % 2 == 0
+  finish = np.where(ended, types.STOP, types.RUNNING)
+  _, asks = rounds.rule(state._replace(finish=finish))
+  got = asks(0, jnp.ones(len(PROMPTS)))
+  np.testing.assert_array_equal(got, ~ended)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -87,6 +87,19 @@ def test_nothing_compiles_twice(caplog):
   assert loop is timing.target_loop(target, 2, 3, 3)
 
 
+def test_bare_calls_hand_their_cache_on():
+  """A loop that is not given its cache for good begins with a copy of it."""
+  target = toy.trigram(V)
+  cache = target.init_cache(2, 16)
+  loops = {
+    n: functools.partial(timing.target_loop(target, 2, n, 3), toy.table(V))
+    for n in (1, 2)
+  }
+  calls = timing.in_turn(loops, cache, np.int32(4))
+  assert all(calls[n]() > 0 for n in (1, 2, 1))
+  assert all(x.is_deleted() for x in jax.tree.leaves(cache))
+
+
 @pytest.mark.parametrize(
   "options, said",
   [

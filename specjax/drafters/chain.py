@@ -61,7 +61,8 @@ def propose(context, noise, head, feed, x, carry, *, vocab_size, ids=None):
     if context.more is None:
       return *draw(logits, i), plan
     token, q = _where_any(plan.alive, draw, logits, i)
-    return token, q, _ask(context, i + 1, plan)
+    # there is no token K, and no use in what is said of the last one
+    return token, q, _ask(context, jnp.minimum(i + 1, K - 1), plan)
 
   token, q, plan = _first(context, one, x, _ask(context, 0, _begin(B, K)))
   # padded, not set: XLA's CPU backend makes five copies of a scatter at K = 1
@@ -142,7 +143,8 @@ def _confidence(logits):
   Of the law that is drawn from it would be 1 wherever that is greedy.
   """
   logits = logits.astype(jnp.float32)
-  return jnp.exp(logits.max(-1) - jax.nn.logsumexp(logits, -1))
+  found = jnp.exp(logits.max(-1) - jax.nn.logsumexp(logits, -1))
+  return jnp.nan_to_num(found)  # NaN is for a row that did not ask
 
 
 def nothing(batch, vocab_size):
