@@ -1,7 +1,7 @@
 """Plain decoding: what a step costs beside what the memory allows.
 
-read    one jitted sum over a float32 array as large as the weights that a
-        step reads: what the memory's bandwidth allows
+read     one jitted sum over a float32 array as large as the weights that a
+         step reads: what the memory's bandwidth allows
 largest  a bare loop of target calls that takes the largest of the logits
 T = 0, T = 1, top_p = 0.9 at T = 1: `generate.advance`
 """

@@ -112,10 +112,14 @@ def _worth(learned):
   return (_PRIOR * learned.belief + learned.overlap) / (_PRIOR + learned.tested)
 
 
+def _rate(learned):
+  """lambda [B]."""
+  return learned.tokens / learned.cost
+
+
 def _price(policy, learned, i):
   """What verifying token i must bring, in tokens [B]."""
-  rate = learned.tokens / learned.cost
-  return rate * (policy.verify[i + 1] - policy.verify[i])
+  return _rate(learned) * (policy.verify[i + 1] - policy.verify[i])
 
 
 def ask(policy, learned, i, survival):
@@ -128,7 +132,7 @@ def ask(policy, learned, i, survival):
   gain = jnp.maximum(worth - _price(policy, learned, i)[:, None], 0)
   often = _SEEN + learned.seen
   gain = (often * gain).sum(1) / often.sum(1)
-  return gain > learned.tokens / learned.cost * policy.draft
+  return gain > _rate(learned) * policy.draft
 
 
 def decide(policy, learned, i, survival, confidence):
