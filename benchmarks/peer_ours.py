@@ -19,6 +19,7 @@ from specjax import (
   terminal,
 )
 from specjax.errors import UserError
+from specjax.models import load
 
 
 def config_of(system, config, draft):
@@ -28,12 +29,15 @@ def config_of(system, config, draft):
     draft: a folder, for those that need one.
   """
   c = copy.deepcopy(config)
+  if system.how == "config":
+    return c
   with c.unlocked():
     c.decoder = "autoregressive" if system.how == "plain" else "both"
     c.draft.update(name="ngram", weights="", layers=(), head=0, lookup=0)
     c.draft.schedule = "constant"
     if system.drafts:
-      c.draft.update(name="lm", weights=draft)
+      method = pair.method(load.opened(draft, draft=True))
+      c.draft.update(name=method, weights=draft)
     if system.k:
       c.draft.num_tokens = system.k
     if system.how in ("auto", "adaptive"):

@@ -23,7 +23,7 @@ PIP = {  # the module that is not there -> what to type
 _HOW = {  # library -> what may follow it, what takes a number behind it
   "transformers": (("", "static", "compile"), ("assistant", "lookup")),
   "llama.cpp": (("", "F16", "Q8_0"), ("lookup",)),
-  "ours": (("plain", "auto", "adaptive"), ("ngram", "draft")),
+  "ours": (("plain", "auto", "adaptive", "config"), ("ngram", "draft")),
 }
 DEFAULT = (
   "transformers",
@@ -42,6 +42,7 @@ DEFAULT = (
   "ours:ngram4",
   "ours:draft4",
   "ours:auto",
+  "ours:config",
 )
 _ADAPTIVE = ("auto", "adaptive")
 
@@ -56,7 +57,7 @@ class System(NamedTuple):
 
   @property
   def speculates(self):
-    return bool(self.k) or self.how in ("assistant", *_ADAPTIVE)
+    return bool(self.k) or self.how in ("assistant", "config", *_ADAPTIVE)
 
   @property
   def drafts(self):

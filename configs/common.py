@@ -68,8 +68,8 @@ def pair(target, draft):
 
 
 def lengths(add, more):
-  """Add a sweep's points of constant K = 2, 4 and 8, each with `more`."""
-  for k in (2, 4, 8):
+  """Add a sweep's points of constant K = 1, 2, 4 and 8, each with `more`."""
+  for k in (1, 2, 4, 8):
     add({"draft.schedule": "constant", "draft.num_tokens": k} | more)
 
 

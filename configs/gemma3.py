@@ -20,7 +20,7 @@ Temperature, top-k and top-p are those of the models' generation_config.json.
 one tokenizer, which is compared before any weight is read; the draft has no
 embedding of its last id, which stands for an image.
 
-The sweep is K x temperature, 6 points:
+The sweep is K x temperature, 8 points:
 
   python -m specjax.sweep --config=configs/gemma3.py:12b \
       --workdir=sweeps/gemma --config.prompts.path=configs/prompts.jsonl

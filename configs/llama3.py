@@ -18,7 +18,7 @@ Temperature and top-p are those of the models' generation_config.json. `auto`
 drafts the k <= 8 that a calibration at the start likes best. All three have one
 tokenizer, which is compared before any weight is read.
 
-The sweep is K x temperature, 6 points:
+The sweep is K x temperature, 8 points:
 
   python -m specjax.sweep --config=configs/llama3.py:8b --workdir=sweeps/llama \
       --config.prompts.path=configs/prompts.jsonl

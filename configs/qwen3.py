@@ -20,7 +20,7 @@ against T = 0 while thinking; the sweep has it as the exact baseline.) `auto`
 drafts the k <= 8 that a calibration at the start likes best. All have one
 tokenizer, which is compared before any weight is read.
 
-The sweep is K x temperature, 6 points:
+The sweep is K x temperature, 8 points:
 
   python -m specjax.sweep --config=configs/qwen3.py:8b --workdir=sweeps/qwen \
       --config.prompts.path=configs/prompts.jsonl

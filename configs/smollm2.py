@@ -22,7 +22,7 @@ decoded to float32 on a CPU and bfloat16 elsewhere.
 `:random` has the same shapes with seeded random weights and a byte tokenizer:
 for timing and exactness where nothing can be downloaded.
 
-The sweep is K x temperature x draft, 12 points:
+The sweep is K x temperature x draft, 16 points:
 
   python -m specjax.sweep --config=configs/smollm2.py --workdir=sweeps/smollm2 \
       --config.prompts.path=configs/prompts.jsonl --config.prompts.limit=4 \

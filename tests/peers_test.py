@@ -21,7 +21,7 @@ from benchmarks import (
   peer_runs,
   peer_systems,
 )
-from configs import tiny
+from configs import smollm2, tiny
 from specjax import terminal
 from specjax.errors import UserError
 from specjax.models import load, transformer, weights
@@ -145,10 +145,28 @@ def test_every_default_has_a_name():
   assert parse("llama.cpp:lookup2") == ("llama.cpp:lookup2", *_L2)
   assert parse("transformers:assistant").drafts
   assert parse("ours:auto").drafts and not parse("ours:ngram4").drafts
+  assert parse("ours:config").speculates and not parse("ours:config").drafts
   assert parse("llama.cpp").precision("float32") == "float32"
 
 
 _L2 = ("llama.cpp", "lookup", 2)
+
+
+def test_what_each_row_decodes_with():
+  """The head that ships is a feature head, by its folder alone."""
+  config = smollm2.get_config()
+  head = config.draft.shipped
+  of = lambda name: peer_ours.config_of(parse(name), config, head)
+  assert of("ours:config") == config
+  assert of("ours:plain").decoder == "autoregressive"
+  draft = of("ours:draft2").draft
+  assert (draft.name, draft.weights) == ("feature", head)
+  assert (draft.num_tokens, draft.schedule, draft.lookup) == (2, "constant", 0)
+  draft = of("ours:ngram4").draft
+  assert (draft.name, draft.num_tokens, draft.lookup) == ("ngram", 4, 0)
+  assert of("ours:auto").draft.schedule == "auto"
+  with pytest.raises(UserError, match="no such assistant"):
+    peer_files.assistant(head, None, "nowhere")
 
 
 @pytest.mark.parametrize(

@@ -220,7 +220,7 @@ def test_a_config_says_which_script_it_is_for():
 
 
 @pytest.mark.parametrize(
-  "module, number", [(smollm2, 12), (tiny, 4), (tiny_train, 6)]
+  "module, number", [(smollm2, 16), (tiny, 4), (tiny_train, 6)]
 )
 def test_sweeps_of_the_configs(module, number):
   """They have their points, and their scripts refuse none of them."""
