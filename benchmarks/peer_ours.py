@@ -19,7 +19,6 @@ from specjax import (
   terminal,
 )
 from specjax.errors import UserError
-from specjax.models import load
 
 
 def config_of(system, config, draft):
@@ -36,8 +35,7 @@ def config_of(system, config, draft):
     c.draft.update(name="ngram", weights="", layers=(), head=0, lookup=0)
     c.draft.schedule = "constant"
     if system.drafts:
-      method = pair.method(load.opened(draft, draft=True))
-      c.draft.update(name=method, weights=draft)
+      c.draft.update(name="lm", weights=draft)  # or what its weights say
     if system.k:
       c.draft.num_tokens = system.k
     if system.how in ("auto", "adaptive"):
@@ -212,8 +210,12 @@ def _crossing(x, y):
 
 
 def check(config):
-  """Raise UserError unless a config decodes as every system can."""
-  settings.checked(config)
+  """Return the config, its draft named, if every system can decode so.
+
+  Raises:
+    UserError: it cannot.
+  """
+  config = settings.checked(config)
   usual = dict(temperature=0.0, min_new_tokens=0, bias="", banned=())
   usual |= dict(repetition_penalty=1.0)
   usual |= dict(presence_penalty=0.0, frequency_penalty=0.0)
@@ -228,3 +230,4 @@ def check(config):
       "systems are compared on one device and without --config.stop: leave"
       " --config.stop and --config.mesh away"
     )
+  return config

@@ -121,8 +121,7 @@ def _by_batch(out, case, asked, sizes):
 
 def main(argv):
   del argv
-  config, out = _CONFIG.value, terminal.console()
-  peer_ours.check(config)
+  config, out = peer_ours.check(_CONFIG.value), terminal.console()
   (asked, sizes), threads = _checked(), _threads()
   case = _case(out, config, threads)
   show = rich.console.Console(width=None if sys.stdout.isatty() else 150).print

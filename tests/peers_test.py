@@ -22,7 +22,7 @@ from benchmarks import (
   peer_systems,
 )
 from configs import smollm2, tiny
-from specjax import terminal
+from specjax import pair, terminal
 from specjax.errors import UserError
 from specjax.models import load, transformer, weights
 from specjax.prompts import Prompt
@@ -154,13 +154,14 @@ _L2 = ("llama.cpp", "lookup", 2)
 
 def test_what_each_row_decodes_with():
   """The head that ships is a feature head, by its folder alone."""
-  config = smollm2.get_config()
-  head = config.draft.shipped
+  config = peer_ours.check(smollm2.get_config())
+  head = config.draft.weights
   of = lambda name: peer_ours.config_of(parse(name), config, head)
   assert of("ours:config") == config
   assert of("ours:plain").decoder == "autoregressive"
   draft = of("ours:draft2").draft
-  assert (draft.name, draft.weights) == ("feature", head)
+  own = load.opened(draft.weights, draft=True)
+  assert draft.weights == head and pair.method(own) == "feature"
   assert (draft.num_tokens, draft.schedule, draft.lookup) == (2, "constant", 0)
   draft = of("ours:ngram4").draft
   assert (draft.name, draft.num_tokens, draft.lookup) == ("ngram", 4, 0)
