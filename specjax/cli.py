@@ -22,6 +22,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 from ml_collections.config_flags import tuple_parser
 
+from specjax import meanings
 from specjax.errors import UserError
 
 flags.disclaim_key_flags()  # what is defined here is the calling script's
@@ -72,6 +73,7 @@ def _load(spec):
   _check_path(path, colon + argument)
   arguments = [argument] if colon else []
   module = types.ModuleType("config_file")
+  module.__file__ = str(path)
   sys.modules["config_file"] = module  # a dataclass in the file looks there
   try:
     exec(compile(path.read_bytes(), path, "exec"), module.__dict__)
@@ -226,9 +228,7 @@ def _print_help(has_config, spec):
   elif has_config:
     doc, config = _load(spec)
     print(f"\nConfig {spec}: {(doc or '').strip()}\n")
-    for key, value in flatten(config).items():
-      shown = " (not set)" if value is None else f"={shlex.quote(str(value))}"
-      print(f"  --config.{key}{shown}")
+    meanings.show(flatten(config), sys.modules["config_file"])
 
 
 def _config_spec(args):

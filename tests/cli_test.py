@@ -7,10 +7,12 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import pytest
 
-from specjax import cli
+from configs import common, training
+from specjax import cli, meanings
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -431,6 +433,52 @@ def test_help(folder, args, end):
   result = run(folder, "decode.py", *args)
   assert result.stdout == HELP + end
   assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_help_says_what_is_beside_a_default(tmp_path, capsys):
+  """The file's own words before those of what it imports."""
+  (tmp_path / "odd_base.py").write_text(BASE)
+  text = "def make(c):\n  c.steps = 4  # of the file # itself\n"
+  module = types.ModuleType("config_file")
+  module.__file__ = str(tmp_path / "own.py")
+  (tmp_path / "own.py").write_text(text)
+  module.base = types.ModuleType("odd_base")
+  module.base.__file__ = str(tmp_path / "odd_base.py")
+  values = {"steps": 4, "batch.rows": 2, "batch.mix": None, "batch.no": 1}
+  meanings.show(values | {"batch.last": "a b"}, module)
+  assert capsys.readouterr().out == BESIDE
+
+
+BASE = """c = dict()
+c.steps = 1  # of the base
+c.batch = dict(  # a group
+  rows=2,  # at once
+  # what share
+  # of each
+  mix=(
+    (0, 1),
+  ),
+  no=1,
+  last="a",  # it is
+  # the last
+)
+"""
+BESIDE = """  --config.steps=4
+      of the file # itself
+  --config.batch.rows=2
+      at once
+  --config.batch.mix (not set)
+      what share of each
+  --config.batch.no=1
+  --config.batch.last='a b'
+      it is the last
+"""
+
+
+def test_every_default_says_what_it_is():
+  for module, make in ((common, "decoding"), (training, "training")):
+    known = set(cli.flatten(getattr(module, make)()))
+    assert known <= set(meanings.read(module.__file__))
 
 
 def test_help_without_a_config_flag(folder):
