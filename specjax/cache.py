@@ -6,13 +6,16 @@ slots behind it are stale, invisible to every earlier position, and written
 again before a later one could see them.
 """
 
+import functools
+import itertools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-PREFILL = 64  # prompt tokens a prefill step; slots are a multiple of it
+PREFILL = 64  # fewest prompt tokens a prefill step; slots are a multiple of it
+_WIDEST = 256  # the most tokens of a wide step, those of all rows together
 
 
 class KV(NamedTuple):
@@ -115,7 +118,7 @@ def apart(layer, batch):
 def prefill(model, params, tokens, length):
   """Return a cache that holds tokens 0 .. length - 2 of each row.
 
-  They are fed PREFILL at a time. How often is data, so that a prompt's length
+  They are fed some at a time. How often is data, so that a prompt's length
   compiles nothing; padding is not stored.
 
   Args:
@@ -134,10 +137,14 @@ def prefill_taps(model, params, tokens, length, features):
       at tokens that were not fed is arbitrary.
   """
   B, S = tokens.shape
+  steps = widths(B, S)
+  end = length.max() - 1
+  # the last step may reach behind the slots
+  tokens = jnp.pad(tokens, [(0, 0), (0, steps[0] - PREFILL)])
 
-  def call(at, cache):
-    chunk = lax.dynamic_slice_in_dim(tokens, at, PREFILL, axis=1)
-    positions = at + jnp.arange(PREFILL)
+  def call(width, at, cache):
+    chunk = lax.dynamic_slice_in_dim(tokens, at, width, axis=1)
+    positions = at + jnp.arange(width)
     real = positions < length[:, None] - 1
     return model.apply(
       params,
@@ -147,23 +154,38 @@ def prefill_taps(model, params, tokens, length, features):
       features=features,
     )[1:]
 
-  def feed(carry):
+  def feed(width, carry):
     at, cache, taps = carry
-    some, cache = call(at, cache)
+    some, cache = call(width, at, cache)
     if features:
       taps = lax.dynamic_update_slice_in_dim(taps, some, at, axis=1)
-    return at + PREFILL, cache, taps
+    return at + width, cache, taps
 
   cache, taps = model.init_cache(B, S), None
   if features:
-    some = jax.eval_shape(call, jnp.int32(0), cache)[0]
-    taps = jnp.zeros((B, S, *some.shape[2:]), some.dtype)
-  _, cache, taps = lax.while_loop(
-    lambda carry: carry[0] < length.max() - 1,
-    feed,
-    (jnp.int32(0), cache, taps),
-  )
-  return cache, taps
+    some = jax.eval_shape(functools.partial(call, PREFILL), jnp.int32(0), cache)
+    shape = (*tokens.shape, *some[0].shape[2:])
+    taps = jnp.zeros(shape, some[0].dtype)
+  carry = jnp.int32(0), cache, taps
+  for width, narrower in itertools.pairwise((*steps, 0)):
+    carry = lax.while_loop(
+      lambda carry, least=narrower: end - carry[0] > least,
+      functools.partial(feed, width),
+      carry,
+    )
+  _, cache, taps = carry
+  return cache, taps[:, :S] if features else None
+
+
+def widths(batch, slots):
+  """Tokens that a row is fed in a prefill step, the widest steps first.
+
+  Many rows in one product take less time each. A step is taken while more is
+  left than the next narrower one holds. Wider than PREFILL are those that fit
+  into half of the slots and give at most _WIDEST rows.
+  """
+  wide = [n for n in (4 * PREFILL, 2 * PREFILL) if 2 * n <= slots]
+  return [*(n for n in wide if batch * n <= _WIDEST), PREFILL]
 
 
 def num_slots(cache):

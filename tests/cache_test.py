@@ -75,3 +75,69 @@ def test_prefill_of_all_slots():
   got = _by_row(_prefill(model, params, _tokens(), length))
   for a, b in zip(got, want, strict=True):
     np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("batch, wide", [(1, 4), (2, 2), (4, 1), (9, 1)])
+def test_wide_steps(batch, wide):
+  """In few rows a step feeds more; what it stores is the same."""
+  model, params = _model()
+  slots = 640
+  assert max(kv.widths(batch, slots)) == wide * kv.PREFILL
+  rng = np.random.default_rng(1)
+  tokens = rng.integers(0, 96, (batch, slots)).astype(np.int32)
+  run = jax.jit(
+    functools.partial(kv.prefill_taps, model, params, features=(0, 1))
+  )
+  positions = jnp.broadcast_to(jnp.arange(slots), tokens.shape)
+  _, want_taps, want = model.apply(
+    *(params, tokens, positions, model.init_cache(batch, slots)),
+    features=(0, 1),
+  )
+  rows = lambda x: np.asarray(x).reshape(batch, -1, *x.shape[1:])
+  for longest in (1, 2, 65, 66, 129, 130, 194, 257, 258, 322, 513, 640, 641):
+    length = np.minimum(longest, 1 + 71 * np.arange(batch)[::-1]).astype("i4")
+    length[0] = longest
+    cache, taps = run(tokens, length)
+    stored = np.arange(slots) < length[:, None] - 1
+    np.testing.assert_allclose(
+      taps[stored], np.asarray(want_taps)[stored], atol=1e-5
+    )
+    for got, full in zip(cache, want, strict=True):
+      pairs = (got.k, full.k), (got.v.swapaxes(1, 2), full.v.swapaxes(1, 2))
+      for a, b in pairs:
+        a, b = (np.moveaxis(rows(x), -1, 1) for x in (a, b))
+        np.testing.assert_allclose(a[stored], b[stored], atol=1e-5)
+        assert (a[~stored] == 0).all()
+  assert run._cache_size() == 1
+
+
+class _Counter:
+  """A model whose cache counts the steps of each width."""
+
+  def init_cache(self, batch, slots):
+    return jnp.zeros(300, jnp.int32)
+
+  def apply(self, params, tokens, positions, cache, *, features):
+    return None, None, cache.at[tokens.shape[1]].add(1)
+
+
+@pytest.mark.parametrize(
+  "length, steps",
+  [
+    (1, {}),
+    (2, {64: 1}),
+    (65, {64: 1}),
+    (66, {128: 1}),
+    (129, {128: 1}),
+    (130, {256: 1}),
+    (257, {256: 1}),
+    (258, {256: 1, 64: 1}),
+    (350, {256: 1, 128: 1}),
+    (641, {256: 2, 128: 1}),
+  ],
+)
+def test_the_fewest_steps(length, steps):
+  """And the narrowest: no more padding than rows that cost less together."""
+  tokens = jnp.zeros((1, 640), jnp.int32)
+  count = kv.prefill(_Counter(), None, tokens, jnp.array([length]))
+  assert {i: int(count[i]) for i in np.flatnonzero(count)} == steps
