@@ -1,4 +1,6 @@
-"""Rows that take turns attend as they do at once."""
+"""Rows in turns attend as at once, and in a part of the slots as in all."""
+
+import types
 
 import jax
 import jax.numpy as jnp
@@ -67,3 +69,91 @@ def test_on_a_mesh_rows_stay_where_they_are(monkeypatch):
   assert asked == [B]
   want = attention.attend(q, layer, mask)
   np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7)
+
+
+# --- the slots that are in use ----------------------------------------------
+
+
+@pytest.mark.parametrize(
+  "slots, want",
+  [
+    (64, [64]),
+    (256, [256]),
+    (320, [256, 320]),
+    (512, [256, 512]),
+    (2048, [256, 512, 1024, 2048]),
+  ],
+)
+def test_spans(slots, want):
+  assert attention.spans(slots) == want
+
+
+SLOTS = 640
+
+
+def _used(positions, slots=SLOTS, seed=1):
+  """q, a cache with junk in every slot, and what `views` says of them."""
+  keys = jax.random.split(jax.random.key(seed), 3)
+  positions = jnp.asarray(positions)
+  rows, queries = positions.shape
+  normal = lambda key, *shape: jax.random.normal(key, shape)
+  layer = kv.KV(
+    normal(keys[0], rows * G, D, slots), normal(keys[1], rows * G, slots, D)
+  )
+  q = normal(keys[2], rows, queries, H, D)
+  view = _views(positions, (layer,), ())[0]
+  return q, layer, view
+
+
+def _views(positions, caches, windows):
+  config = types.SimpleNamespace(
+    inv_freq=np.ones(D // 2), windows=windows, layers=1, local_inv_freq=()
+  )
+  slots = kv.num_slots(caches)
+  mask = kv.visible(positions, slots)
+  return attention.views(config, positions, mask, jnp.arange(slots), caches)
+
+
+@pytest.mark.parametrize(
+  "last, span",
+  [(0, 0), (255, 0), (256, 1), (511, 1), (512, 2), (639, 2), (640, 0)],
+)
+@pytest.mark.parametrize("queries", [1, 5])
+def test_a_span_holds_what_is_seen(last, span, queries):
+  """All that the furthest query sees; one at S or behind is padding."""
+  positions = np.arange(queries) + last + 1 - queries
+  positions = np.maximum([positions, positions - 9], 0)
+  if last == SLOTS:
+    positions = np.full_like(positions, SLOTS)
+    positions[0, 0] = 3
+  q, layer, view = _used(positions)
+  assert int(view.span) == span
+  got = jax.jit(lambda *a: attention.within(attention.attend, *a))(
+    q, layer, view
+  )
+  want = attention.attend(q, layer, view.mask)
+  real = positions < SLOTS
+  np.testing.assert_allclose(got[real], want[real], rtol=1e-5, atol=1e-6)
+  # nothing behind the span is looked at, and all within it may be
+  n = attention.spans(SLOTS)[span]
+  nan = kv.KV(layer.k.at[..., n:].set(jnp.nan), layer.v.at[:, n:].set(jnp.nan))
+  again = attention.within(attention.attend, q, nan, view)
+  np.testing.assert_array_equal(again[real], np.asarray(got)[real])
+
+
+def test_a_window_keeps_its_span():
+  positions = jnp.array([[300]])
+  layer = _used(positions)[1]
+  (view,) = _views(positions, (layer,), (7,))
+  assert int(view.span) == 1 and int(view.mask.sum()) == 7
+
+
+def test_where_all_slots_are_attended(monkeypatch):
+  """In a short cache, on a mesh, without a cache, and beside a CPU."""
+  positions = jnp.array([[3]])
+  layer = _used(positions)[1]
+  assert _used(positions, slots=256)[2].span is None
+  mesh = kv.apart(layer, 1)
+  assert _views(positions, (mesh,), ())[0].span is None
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  assert _views(positions, (layer,), ())[0].span is None

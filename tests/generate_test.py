@@ -252,11 +252,13 @@ def test_a_prefill_makes_no_logits():
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_no_copy_of_the_cache_in_the_loop(batch):
+@pytest.mark.parametrize("slots", [64, 640])
+def test_no_copy_of_the_cache_in_the_loop(batch, slots):
   """The compiled step updates the cache in place, for one row too."""
   target, params = _tiny()
   ask = request.make(PROMPTS[:batch], max_new=12)
-  state = generate.start(target, params, ask, max_new_tokens=12)
+  sizes = dict(max_new_tokens=12, slots=slots)
+  state = generate.start(target, params, ask, **sizes)
   lowered = generate._advance.lower(target, params, state, np.int32(4))
   text = lowered.compile().as_text()
   shapes = {",".join(map(str, x.shape)) for x in jax.tree.leaves(state.cache)}

@@ -1,15 +1,19 @@
 """Attention: rotary positions, what each layer sees, and scores on a CPU."""
 
+import itertools
 import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from specjax import cache as kv
+
 # All scores at once are tens of megabytes that are written, read and given back
 # in every layer. Those of a few rows stay in the processor's cache.
 _MANY = 1 << 24  # bytes of scores from which on rows take turns
 _TURN = 1 << 22  # bytes of scores of a turn, or one row's
+_SHORTEST = 256  # slots, of which a step sees no fewer
 
 
 class View(NamedTuple):
@@ -17,9 +21,10 @@ class View(NamedTuple):
 
   angles: tuple  # cos and sin, of `rotary`
   mask: jax.Array  # [B, T, S], True where a query sees a key
+  span: jax.Array | None = None  # which of `spans` all of them see in, or all S
 
 
-def views(config, positions, mask, places):
+def views(config, positions, mask, places, caches=None):
   """Return the `View` of each layer.
 
   A layer with a window of n sees n tokens, the query's own the last of them.
@@ -30,8 +35,10 @@ def views(config, positions, mask, places):
     config: a `transformer.Config`; positions: [B, T] of queries.
     mask: [B, T, S] of a layer that sees all.
     places: positions of keys, of a shape that broadcasts to [B, T, S].
+    caches: the layers', if they have any.
   """
-  every = View(rotary(positions, config.inv_freq), mask)
+  span = _span(positions, caches)
+  every = View(rotary(positions, config.inv_freq), mask, span)
   if not config.windows:
     return [every] * config.layers
   ago, found = positions[:, :, None] - places, {0: every}
@@ -39,7 +46,7 @@ def views(config, positions, mask, places):
   if config.local_inv_freq:
     angles = rotary(positions, config.local_inv_freq)
   for n in {*config.windows} - {0}:
-    found[n] = View(angles, mask & (ago < n))
+    found[n] = View(angles, mask & (ago < n), span)
   return [found[n] for n in config.windows]
 
 
@@ -97,6 +104,49 @@ def attend(q, layer, mask, *, scalar=None, cap=None):
 def capped(x, cap):
   """cap * tanh(x / cap), within (-cap, cap); x itself where there is no cap."""
   return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def spans(slots):
+  """The first so many slots that a step may do with: 256, 512, ..., all."""
+  doubled = itertools.takewhile(
+    lambda n: n < slots, (_SHORTEST << i for i in itertools.count())
+  )
+  return [*doubled, slots]
+
+
+def _span(positions, caches):
+  """The index of the shortest of `spans` in which all queries see, or None.
+
+  It is for a CPU, where a cache that is mostly empty would take a tenth of a
+  step; elsewhere a choice costs more. On a mesh rows are on several devices,
+  which would have to agree.
+  """
+  alone = caches and isinstance(caches[0], kv.KV) and caches[0].k.ndim == 3
+  if not alone or jax.default_backend() != "cpu":
+    return None
+  slots = kv.num_slots(caches)
+  ends = jnp.array(spans(slots)[:-1], jnp.int32)
+  # a query at S or behind is padding
+  last = jnp.where(positions < slots, positions, -1).max()
+  return (last >= ends).sum() if ends.size else None
+
+
+def within(attend, q, layer, view):
+  """`attend` over the view's span alone: behind it no query sees anything.
+
+  Args:
+    attend: see `in_turns`; layer: a `cache.KV`.
+  """
+  if view.span is None:
+    return attend(q, layer, view.mask)
+
+  def first(n):
+    return lambda q, layer, mask: attend(
+      q, kv.KV(layer.k[..., :n], layer.v[..., :n, :]), mask[..., :n]
+    )
+
+  branches = [first(n) for n in spans(view.mask.shape[-1])]
+  return jax.lax.switch(view.span, branches, q, layer, view.mask)
 
 
 def in_turns(attend, q, layer, mask):

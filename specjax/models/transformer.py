@@ -132,7 +132,8 @@ class Layer(nn.Module):
     attend = functools.partial(
       attention.attend, scalar=c.query_scalar, cap=c.score_cap
     )
-    y = attention.in_turns(attend, q, seen, view.mask).reshape(B, T, -1)
+    attend = functools.partial(attention.in_turns, attend)
+    y = attention.within(attend, q, seen, view).reshape(B, T, -1)
     y = linear(c.width, c.out_bias, name="out")(y)
     x = x + (norm(name="attn_post_norm")(y) if c.post_norms else y)
 
@@ -170,7 +171,7 @@ class Transformer(nn.Module):
     else:
       places = jnp.arange(kv.num_slots(cache))
     mask = places <= positions[:, :, None]
-    views = attention.views(c, positions, mask, places)
+    views = attention.views(c, positions, mask, places, cache)
     taps, caches = {}, []
     for i, layer in enumerate(self.layers):
       x, new = layer(x, positions, views[i], cache and cache[i])
@@ -264,7 +265,8 @@ def layers(config, params, x, positions, mask, caches):
   places = jnp.arange(mask.shape[-1])
   if caches and isinstance(caches[0], kv.Passes):
     places %= x.shape[1]
-  views, found = attention.views(config, positions, mask, places), []
+  views = attention.views(config, positions, mask, places, caches)
+  found = []
   for i in range(config.layers):
     tree = {"params": params[f"layer_{i}"]}
     past = caches and caches[i]
