@@ -20,14 +20,14 @@ from benchmarks import clock
 from specjax import cache as kv
 from specjax import cli, runtime, terminal
 from specjax.errors import UserError
-from specjax.models import attention, transformer
+from specjax.models import attention
 
 _SHAPES = flags.DEFINE_list("shapes", "64x64x288,8x320x320", "RxTxS of each.")
 _TURNS = flags.DEFINE_integer("turns", 10, "Times that each is measured.")
 _HEADS, _KEYS, _WIDTH = 9, 3, 64
 _VARIANTS = {
-  "once": transformer.attend,
-  "turns": functools.partial(attention.in_turns, transformer.attend),
+  "once": attention.attend,
+  "turns": functools.partial(attention.in_turns, attention.attend),
 }
 
 

@@ -5,9 +5,10 @@ r"""What decoding costs, plain and speculative, as ratios measured in one run.
   python -m benchmarks.loop --config=configs/smollm2.py --part=ngram \
       --kinds=rewrite,long --config.prompts.path=configs/prompts.jsonl
 
-Batch 1, 512 slots but for `ngram`; run it on an otherwise idle machine. The
-parts: `plain` (benchmarks/plain.py), `costs` and `replay` (speculation.py),
-`verify` (verifier.py), `ngram` (lookup.py: real prompts).
+Batch 1, 512 slots but for `slots` and `ngram`; run it on an otherwise idle
+machine. The parts: `plain` (benchmarks/plain.py), `costs` and `replay`
+(speculation.py), `verify` (verifier.py), `slots` (slots.py: where few are in
+use), `ngram` (lookup.py: real prompts).
 """
 
 import sys
@@ -15,12 +16,12 @@ import sys
 import rich.console
 from absl import flags
 
-from benchmarks import clock, lookup, plain, speculation, verifier
+from benchmarks import clock, lookup, plain, slots, speculation, verifier
 from specjax import cli, memory, report, runtime, settings, terminal
 from specjax.errors import UserError
 from specjax.models import load
 
-_PARTS = ("plain", "costs", "replay", "verify", "ngram")
+_PARTS = ("plain", "costs", "replay", "verify", "slots", "ngram")
 _CONFIG = cli.define_config()
 _PART = flags.DEFINE_list(
   "part", "plain,costs,replay", f"Which of {', '.join(_PARTS)}."
@@ -55,6 +56,11 @@ def _run(part, model, config, out):
     times = clock.measure(verifier.variants(model), turns, out)
     show(verifier.table(times))
     return {"steps": verifier.STEPS, "seconds": times}
+  if part == "slots":
+    times = clock.measure(slots.variants(model), turns, out)
+    show(slots.table(times))
+    seconds = {" ".join(map(str, key)): row for key, row in times.items()}
+    return {"steps": slots.STEPS, "seconds": seconds}
   found = lookup.measure(model, _KINDS.value, config, turns, out)
   show(lookup.table(found))
   return found

@@ -167,14 +167,22 @@ def prefill_taps(model, params, tokens, length, features):
     taps = jnp.zeros(shape, some[0].dtype)
   carry = jnp.int32(0), cache, taps
   for width in steps:
-    least = width // 2 if width > PREFILL else 0
-    carry = lax.while_loop(
-      lambda carry, least=least: end - carry[0] > least,
-      functools.partial(feed, width),
-      carry,
-    )
+    carry = _while_more(functools.partial(feed, width), width, end, carry)
   _, cache, taps = carry
   return cache, taps[:, :S] if features else None
+
+
+def _while_more(feed, width, end, carry):
+  """Feed wide steps while half of one is left, narrow ones while anything is.
+
+  What a loop has of the weights alone, as for a wide step all of them in one
+  piece, XLA makes before it: where no step is taken that must not happen.
+  """
+  if width == PREFILL:
+    return lax.while_loop(lambda carry: carry[0] < end, feed, carry)
+  more = lambda carry: end - carry[0] > width // 2
+  loop = lambda carry: lax.while_loop(more, feed, carry)
+  return lax.cond(more(carry), loop, lambda carry: carry, carry)
 
 
 def widths(batch, slots):
