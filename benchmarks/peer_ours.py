@@ -28,10 +28,10 @@ def config_of(system, config, draft):
     draft: a folder, for those that need one.
   """
   c = copy.deepcopy(config)
-  if system.how == "config":
-    return c
   with c.unlocked():
     c.decoder = "autoregressive" if system.how == "plain" else "both"
+    if system.how == "config":
+      return c
     c.draft.update(name="ngram", weights="", layers=(), head=0, lookup=0)
     c.draft.schedule = "constant"
     if system.drafts:
@@ -224,6 +224,11 @@ def check(config):
     raise UserError(
       "systems are compared at temperature 0, without penalties: type"
       f" --config.sampling.{wrong[0]}={usual[wrong[0]] or ''}"
+    )
+  if config.draft.name == "replay":
+    raise UserError(
+      "--config.draft.name=replay repeats a plain run; name a draft, such as"
+      " ngram"
     )
   if config.stop or tuple(config.mesh) != (1, 1):
     raise UserError(

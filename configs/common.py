@@ -13,16 +13,16 @@ def decoding():
     weights="",  # lm: a model of its own, named as the target is; feature: a
     # head that train_draft.py exported
     shipped="",  # feature: the head where no weights are named, in this project
-    layers=(),  # lm: or layers of the target, such as 0,1,29; -1 is the last
+    layers=(),  # lm: layers of the target as a draft, as 0,1,29; -1 is the last
     head=0,  # lm: only the first so many ids, and the end tokens; 0 for all
     num_tokens=4,  # K, drafted tokens a round; the most, where k is chosen
-    schedule="constant",  # or auto, one k for the run; adaptive, by the row
+    schedule="constant",  # always K; auto: one k for all; adaptive: by the row
     temperature=-1.0,  # of lm's and feature's draws; below 0: the target's
-    top_p=-1.0,  # likewise
+    top_p=-1.0,  # of lm's and feature's draws; below 0: the target's
     lookup=0,  # feature: copy where so many tokens repeat, 1 to 8; 0 never
     alpha=0.8,  # replay: the share of the plain run's tokens that is kept
   )
-  c.verifier = "block"  # or token, coupled: a function of specjax/verify.py
+  c.verifier = "block"  # block, token or coupled: specjax/verify.py
   c.prompt = ""  # one text; "-" for standard input
   c.prompts = dict(
     path="",  # JSONL, "-" for standard input; wins over prompt
@@ -37,8 +37,8 @@ def decoding():
     top_p=1.0,  # 1 is off
     min_p=0.0,  # 0 is off
     repetition_penalty=1.0,  # 1 is off; of tokens in prompt or answer
-    presence_penalty=0.0,  # taken from the logit of a token of the answer
-    frequency_penalty=0.0,  # the same, times how often it is there
+    presence_penalty=0.0,  # taken from logits of tokens that the answer has
+    frequency_penalty=0.0,  # taken from them each time that the answer has one
     min_new_tokens=0,  # no end before so many, but for the context's
     bias="",  # added to logits, JSON: {"198": -2.5} of token ids
     banned=(),  # token ids that never come, such as 198,216

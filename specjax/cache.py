@@ -123,7 +123,7 @@ def prefill(model, params, tokens, length):
   Args:
     model: a `Target`; params: its parameters.
     tokens: [B, S] int32, S slots, a multiple of PREFILL.
-    length: [B] int32; a row of 1 or less needs nothing.
+    length: [B] int32, at most S + 1; a row of 1 or less needs nothing.
   """
   return prefill_taps(model, params, tokens, length, ())[0]
 
@@ -190,7 +190,8 @@ def widths(batch, slots):
 
   Many rows in one product take less time each, on 2 cores 256 half of what 64
   do. A wide step is taken while more than half of it is left. It is one more
-  program to compile, so there is one where prompts may be four times as long.
+  program to compile, and on a CPU one that holds the matrices a second time, so
+  there is one where prompts may be four times as long.
   """
   wide = _WIDEST // batch // PREFILL * PREFILL
   return [wide, PREFILL] if PREFILL < wide <= slots // 4 else [PREFILL]

@@ -73,7 +73,7 @@ def _load(spec):
   _check_path(path, colon + argument)
   arguments = [argument] if colon else []
   module = types.ModuleType("config_file")
-  module.__file__ = str(path)
+  module.__file__ = str(path.resolve())
   sys.modules["config_file"] = module  # a dataclass in the file looks there
   try:
     exec(compile(path.read_bytes(), path, "exec"), module.__dict__)

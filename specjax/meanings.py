@@ -9,12 +9,16 @@ nothing else; where a default has none beside it, they are those above it.
 """
 
 import ast
+import re
 import shlex
+import sys
 import textwrap
 import tokenize
 import types
+from pathlib import Path
 
 _WIDTH = 78
+_NOT_WORDS = re.compile(r"#\s*(!|noqa|type:|fmt:|pragma|-\*-)")
 
 
 def show(values, module):
@@ -22,12 +26,11 @@ def show(values, module):
 
   Args:
     values: {"group.key": value}.
-    module: of the config's file; what it imports may say more.
+    module: of the config's file; what it imports from beside it says more.
   """
-  beside = [x for x in vars(module).values() if isinstance(x, types.ModuleType)]
   said = {}
-  for one in [*beside, module]:  # the file's own words win
-    said |= read(getattr(one, "__file__", None) or "")
+  for one in _files(module, Path(module.__file__).resolve().parent, set()):
+    said |= read(one)  # the last is the file itself, whose words win
   for key, value in values.items():
     shown = " (not set)" if value is None else f"={shlex.quote(str(value))}"
     print(f"  --config.{key}{shown}")
@@ -36,21 +39,37 @@ def show(values, module):
       print(textwrap.fill(said[key], _WIDTH, **indent))
 
 
+def _files(module, folder, known):
+  """Yield the files in a folder that a module is made of, its own last."""
+  path = Path(getattr(module, "__file__", None) or "").resolve()
+  if path.parent != folder or path in known:
+    return
+  known.add(path)
+  for x in vars(module).values():
+    if not isinstance(x, types.ModuleType):  # a function of one, perhaps
+      x = sys.modules.get(getattr(x, "__module__", None) or "")
+    yield from _files(x, folder, known)
+  yield path
+
+
 def read(path):
   """Return {"group.key": comment} of the Python file that sets defaults.
 
-  Empty where there is no such file.
+  Empty where there is none to be read: help must not fail over an ornament.
   """
-  if not str(path).endswith(".py"):
+  try:
+    with tokenize.open(path) as file:
+      lines = file.readlines()
+    tokens = [*tokenize.generate_tokens(iter([*lines, ""]).__next__)]
+    tree = ast.parse("".join(lines))
+  except (OSError, SyntaxError, UnicodeError, tokenize.TokenError):
     return {}
-  with tokenize.open(path) as file:
-    lines = file.readlines()
   beside, alone = {}, {}  # {line: comment}
-  for token in tokenize.generate_tokens(iter(lines).__next__):
-    if token.type == tokenize.COMMENT:
+  for token in tokens:
+    if token.type == tokenize.COMMENT and not _NOT_WORDS.match(token.string):
       kind = beside if token.line[: token.start[1]].strip() else alone
       kind[token.start[0]] = token.string.lstrip("# ").rstrip()
-  found, keys = {}, [*_defaults(ast.parse("".join(lines)))]
+  found, keys = {}, [*_defaults(tree)]
   # what is above a key goes first: it may be below another one
   for key, first, last in sorted(keys, key=lambda k: k[2] in beside):
     if last in beside:
@@ -74,14 +93,23 @@ def _block(alone, line, step):
 def _defaults(tree):
   """Yield (key, first line, last line): `c.key = x`, `c.group = dict(...)`."""
   for node in ast.walk(tree):
-    if not isinstance(node, ast.Assign):
-      continue
-    key = ".".join(ast.unparse(node.targets[0]).split(".")[1:])
+    key = isinstance(node, ast.Assign) and _key(node.targets[0])
     if not key:
       continue
     value = node.value
     if isinstance(value, ast.Call) and ast.unparse(value.func) == "dict":
       for part in value.keywords:
-        yield f"{key}.{part.arg}", part.lineno, part.value.end_lineno
+        if part.arg:
+          yield f"{key}.{part.arg}", part.lineno, part.value.end_lineno
     else:
       yield key, node.lineno, node.end_lineno
+
+
+def _key(target):
+  """'group.key' of c.group.key, "" of anything else."""
+  parts = []
+  while isinstance(target, ast.Attribute):
+    parts.append(target.attr)
+    target = target.value
+  named = isinstance(target, ast.Name) and target.id != "self"
+  return ".".join(parts[::-1]) if named else ""

@@ -141,11 +141,18 @@ def test_a_span_holds_what_is_seen(last, span, queries):
   np.testing.assert_array_equal(again[real], np.asarray(got)[real])
 
 
-def test_a_window_keeps_its_span():
-  positions = jnp.array([[300]])
-  layer = _used(positions)[1]
+@pytest.mark.parametrize("last, span", [(40, 0), (255, 0), (300, 1)])
+def test_a_window_keeps_its_span(last, span):
+  """Padding, whose window lies behind all spans, is finite none the less."""
+  positions = jnp.array([[last, SLOTS], [last - 20, SLOTS + 9]])
+  q, layer, _ = _used(positions)
   (view,) = _views(positions, (layer,), (7,))
-  assert int(view.span) == 1 and int(view.mask.sum()) == 7
+  assert int(view.span) == span
+  assert view.mask.sum(-1)[:, 0].tolist() == [7, 7]
+  got = attention.within(attention.attend, q, layer, view)
+  want = attention.attend(q, layer, view.mask)
+  np.testing.assert_allclose(got[:, 0], want[:, 0], rtol=1e-5, atol=1e-6)
+  assert np.isfinite(got).all()
 
 
 def test_where_all_slots_are_attended(monkeypatch):

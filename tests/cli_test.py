@@ -11,7 +11,6 @@ import types
 
 import pytest
 
-from configs import common, training
 from specjax import cli, meanings
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -475,10 +474,40 @@ BESIDE = """  --config.steps=4
 """
 
 
-def test_every_default_says_what_it_is():
-  for module, make in ((common, "decoding"), (training, "training")):
-    known = set(cli.flatten(getattr(module, make)()))
-    assert known <= set(meanings.read(module.__file__))
+@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/*.py")))
+def test_every_key_says_what_it_is(path, capsys):
+  """But for the architecture's, which are of Hugging Face's config.json."""
+  if path.stem in ("common", "training"):
+    return
+  args = {"llama3": ":8b", "qwen3": ":8b", "gemma3": ":12b"}
+  _, config = cli._load(f"{path}{args.get(path.stem, '')}")
+  values = cli.flatten(config)
+  meanings.show(values, sys.modules["config_file"])
+  told = capsys.readouterr().out.split("  --config.")[1:]
+  assert len(told) == len(values)
+  silent = {x for x in told if "\n      " not in x}
+  assert all(x.startswith("architecture.") for x in silent), silent
+
+
+ODD = {
+  "c.a = 1  # noqa: E501": {},
+  "c.b.c = 1  # it": {"b.c": "it"},
+  "self.seed = 1  # of another": {},
+  "c['a'].b = 1  # no\nc.x, c.y = 1, 2  # no": {},
+  "c.g = dict(**x, a=1)  # all": {"g.a": "all"},
+  "#!/usr/bin/python\nc.a = 1": {},
+  "def broken(:  # no": {},
+  'c.a = """': {},
+  "": {},
+}
+
+
+@pytest.mark.parametrize("text", ODD)
+def test_odd_sources_do_not_break_help(tmp_path, text):
+  (tmp_path / "odd.py").write_text(text)
+  assert meanings.read(tmp_path / "odd.py") == ODD[text]
+  assert meanings.read(tmp_path) == {}
+  assert meanings.read(tmp_path / "odd.py" / "in.py") == {}
 
 
 def test_help_without_a_config_flag(folder):

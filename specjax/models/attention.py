@@ -41,7 +41,10 @@ def views(config, positions, mask, places, caches=None):
   every = View(rotary(positions, config.inv_freq), mask, span)
   if not config.windows:
     return [every] * config.layers
-  ago, found = positions[:, :, None] - places, {0: every}
+  at = positions
+  if span is not None:  # padding too sees something of it: no NaN
+    at = jnp.where(positions < kv.num_slots(caches), positions, 0)
+  ago, found = at[:, :, None] - places, {0: every}
   angles = every.angles
   if config.local_inv_freq:
     angles = rotary(positions, config.local_inv_freq)
@@ -118,8 +121,9 @@ def _span(positions, caches):
   """The index of the shortest of `spans` in which all queries see, or None.
 
   It is for a CPU, where a cache that is mostly empty would take a tenth of a
-  step; elsewhere a choice costs more. On a mesh rows are on several devices,
-  which would have to agree.
+  step; elsewhere a choice costs more. (A program that a CPU lowers for another
+  platform has it.) Caches of a mesh, whose rows are on several devices that
+  would have to agree, have none.
   """
   alone = caches and isinstance(caches[0], kv.KV) and caches[0].k.ndim == 3
   if not alone or jax.default_backend() != "cpu":
