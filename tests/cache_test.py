@@ -77,7 +77,7 @@ def test_prefill_of_all_slots():
     np.testing.assert_allclose(a, b, atol=1e-5)
 
 
-@pytest.mark.parametrize("batch, wide", [(1, 4), (2, 2), (3, 1), (9, 1)])
+@pytest.mark.parametrize("batch, wide", [(1, 4), (2, 2), (3, 1)])
 def test_wide_steps(batch, wide):
   """In few rows a step feeds more; what it stores is the same."""
   model, params = _model()
