@@ -41,8 +41,9 @@ def show(values, module):
 
 def _files(module, folder, known):
   """Yield the files in a folder that a module is made of, its own last."""
-  path = Path(getattr(module, "__file__", None) or "").resolve()
-  if path.parent != folder or path in known:
+  name = getattr(module, "__file__", None)
+  path = name and Path(name).resolve()
+  if not path or path.parent != folder or path in known:
     return
   known.add(path)
   for x in vars(module).values():

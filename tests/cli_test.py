@@ -510,6 +510,17 @@ def test_odd_sources_do_not_break_help(tmp_path, text):
   assert meanings.read(tmp_path / "odd.py" / "in.py") == {}
 
 
+def test_help_of_a_config_in_the_folder_above(tmp_path, monkeypatch, capsys):
+  """What a config holds besides modules has no file, not this folder's."""
+  (tmp_path / "own.py").write_text("c.steps = 4  # so many")
+  (tmp_path / "below").mkdir()
+  monkeypatch.chdir(tmp_path / "below")
+  module = types.ModuleType("config_file")
+  module.__file__, module.number = "../own.py", 3
+  meanings.show({"steps": 4}, module)
+  assert capsys.readouterr().out == "  --config.steps=4\n      so many\n"
+
+
 def test_help_without_a_config_flag(folder):
   result = run(folder, "other.py", "--help")
   text = "Fail in many ways.\n\nFlags:\n  --how: How to fail. (default: )\n"
