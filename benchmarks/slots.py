@@ -1,7 +1,7 @@
 """What empty slots cost a target call, and narrow steps a prompt.
 
 call     a target call on 1 and on 2 tokens, behind 64 others in a cache of so
-         many slots: attention over those in use (`attention.spans`), or over
+         many slots: attention over those in use (`cache.spans`), or over
          all of them
 prompt   one of so many tokens into 1,024 slots, by steps of `cache.widths`, or
          by narrow ones alone
@@ -17,12 +17,11 @@ import rich.table
 from benchmarks import clock
 from specjax import cache as kv
 from specjax import timing
-from specjax.models import attention
 
 STEPS = 24  # target calls in a turn
 SLOTS = (256, 512, 1024, 2048)
 PROMPTS = (60, 200, 760)
-_SPANS = {"now": attention.spans, "before": lambda slots: [slots]}
+_SPANS = {"now": kv.spans, "before": lambda slots: [slots]}
 _WIDTHS = {"now": kv.widths, "before": lambda batch, slots: [kv.PREFILL]}
 
 
@@ -32,7 +31,7 @@ def variants(model):
   for which, spans in _SPANS.items():
     for width in (1, 2):
       for slots in SLOTS:
-        with mock.patch.object(attention, "spans", spans):
+        with mock.patch.object(kv, "spans", spans):
           one = _calls(model, width, slots)
         found[f"a call on {width}", slots, which] = one
   for which, widths in _WIDTHS.items():

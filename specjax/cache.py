@@ -7,6 +7,7 @@ again before a later one could see them.
 """
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 PREFILL = 64  # fewest prompt tokens a prefill step; slots are a multiple of it
+_SHORTEST = 256  # slots of the first of several parts
 _WIDEST = 256  # the most tokens of a wide step, those of all rows together
 
 
@@ -29,6 +31,17 @@ class KV(NamedTuple):
 
   k: jax.Array  # [B * G, head_dim, S] or [B, G, head_dim, S]
   v: jax.Array  # [B * G, S, head_dim] or [B, G, S, head_dim]
+
+
+class Pieces(NamedTuple):
+  """One layer whose slots are in several `KV`, as `spans` has them.
+
+  So it is on a CPU, where a step attends to the first few of them as they are.
+  XLA would copy what is cut from a larger array, which takes several times as
+  long as attending to it.
+  """
+
+  parts: tuple[KV, ...]
 
 
 class Passes(NamedTuple):
@@ -49,15 +62,47 @@ def side_by_side(passes):
 
 
 def init(*, batch, slots, layers, kv_heads, head_dim, dtype):
-  """Return an empty cache, one `KV` a layer."""
+  """Return an empty cache, one `KV` or on a CPU `Pieces` a layer."""
   rows = batch * kv_heads
-  return tuple(
-    KV(
-      k=jnp.zeros((rows, head_dim, slots), dtype),
-      v=jnp.zeros((rows, slots, head_dim), dtype),
+
+  def some(n):
+    return KV(
+      k=jnp.zeros((rows, head_dim, n), dtype),
+      v=jnp.zeros((rows, n, head_dim), dtype),
     )
-    for _ in range(layers)
+
+  ends = spans(slots) if jax.default_backend() == "cpu" else [slots]
+  sizes = [end - at for at, end in zip([0, *ends], ends, strict=False)]
+  layer = lambda: _layer([some(n) for n in sizes])
+  return tuple(layer() for _ in range(layers))
+
+
+def spans(slots):
+  """The first so many slots that a step may do with: 256, 512, ..., all."""
+  doubled = itertools.takewhile(
+    lambda n: n < slots, (_SHORTEST << i for i in itertools.count())
   )
+  return [*doubled, slots]
+
+
+def _layer(parts):
+  return parts[0] if len(parts) == 1 else Pieces(tuple(parts))
+
+
+def parts(layer):
+  """The `KV` that a layer's slots are in."""
+  return layer.parts if isinstance(layer, Pieces) else (layer,)
+
+
+def first(layer, n):
+  """The layer's first n parts."""
+  return _layer(parts(layer)[:n])
+
+
+def joined(layer):
+  """A layer as one `KV`."""
+  found = parts(layer)
+  return found[0] if len(found) == 1 else side_by_side(found)
 
 
 def from_tokens(k, v):
@@ -75,6 +120,11 @@ def write(layer, k, v, positions):
   A position outside [0, S) writes nothing: a frozen row asks for that, and a
   start past the end would otherwise be clamped onto live entries.
   """
+  if isinstance(layer, Pieces):
+    sizes = [part.v.shape[-2] for part in layer.parts]
+    starts = itertools.accumulate([0, *sizes[:-1]])
+    each = zip(layer.parts, starts, strict=True)
+    return Pieces(tuple(write(x, k, v, positions - at) for x, at in each))
   B, T, G, d = k.shape
   options = dict(mode="drop", wrap_negative_indices=False)
   if layer.k.ndim == 4:
@@ -108,7 +158,8 @@ def _write_apart(layer, k, v, positions, options):
 
 
 def apart(layer, batch):
-  """A `KV` with B = batch and G as two axes."""
+  """A layer as one `KV` with B = batch and G as two axes."""
+  layer = joined(layer)
   if layer.k.ndim == 4:
     return layer
   return KV(*(x.reshape(batch, -1, *x.shape[1:]) for x in layer))
@@ -199,7 +250,7 @@ def widths(batch, slots):
 
 def num_slots(cache):
   """S of a cache."""
-  return cache[0].v.shape[-2]
+  return sum(part.v.shape[-2] for part in parts(cache[0]))
 
 
 def visible(positions, slots):

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from specjax.cache import KV, apart
+from specjax.cache import KV, Pieces, apart
 from specjax.errors import UserError
 from specjax.models import matrix
 
@@ -281,7 +281,7 @@ def drafter(of, mesh):
 
   def init(params, prompt, length, taps, slots):
     state = of.init(params, prompt, length, taps, slots)
-    is_cache = lambda x: isinstance(x, KV)
+    is_cache = lambda x: isinstance(x, KV | Pieces)
     wide = lambda x: apart(x, len(prompt)) if is_cache(x) else x
     return rows(mesh, jax.tree.map(wide, state, is_leaf=is_cache))
 

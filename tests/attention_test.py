@@ -1,5 +1,6 @@
 """Rows in turns attend as at once, and in a part of the slots as in all."""
 
+import itertools
 import types
 
 import jax
@@ -85,14 +86,18 @@ def test_on_a_mesh_rows_stay_where_they_are(monkeypatch):
   ],
 )
 def test_spans(slots, want):
-  assert attention.spans(slots) == want
+  assert kv.spans(slots) == want
+  shape = dict(batch=2, layers=1, kv_heads=G, head_dim=D, dtype=jnp.float32)
+  (layer,) = kv.init(slots=slots, **shape)
+  ends = itertools.accumulate(x.v.shape[1] for x in kv.parts(layer))
+  assert [*ends] == want and kv.num_slots((layer,)) == slots
 
 
 SLOTS = 640
 
 
 def _used(positions, slots=SLOTS, seed=1):
-  """q, a cache with junk in every slot, and what `views` says of them."""
+  """q, a cache with junk in every slot, whole and cut, and the `View`."""
   keys = jax.random.split(jax.random.key(seed), 3)
   positions = jnp.asarray(positions)
   rows, queries = positions.shape
@@ -101,8 +106,16 @@ def _used(positions, slots=SLOTS, seed=1):
     normal(keys[0], rows * G, D, slots), normal(keys[1], rows * G, slots, D)
   )
   q = normal(keys[2], rows, queries, H, D)
-  view = _views(positions, (layer,), ())[0]
-  return q, layer, view
+  pieces = _pieces(layer)
+  return q, layer, pieces, _views(positions, (pieces,), ())[0]
+
+
+def _pieces(layer):
+  """A `KV` as `cache.init` has its slots."""
+  ends = kv.spans(layer.v.shape[1])
+  cuts = [slice(*x) for x in itertools.pairwise([0, *ends])]
+  parts = tuple(kv.KV(layer.k[..., x], layer.v[:, x]) for x in cuts)
+  return parts[0] if len(parts) == 1 else kv.Pieces(parts)
 
 
 def _views(positions, caches, windows):
@@ -126,18 +139,17 @@ def test_a_span_holds_what_is_seen(last, span, queries):
   if last == SLOTS:
     positions = np.full_like(positions, SLOTS)
     positions[0, 0] = 3
-  q, layer, view = _used(positions)
+  q, layer, pieces, view = _used(positions)
   assert int(view.span) == span
-  got = jax.jit(lambda *a: attention.within(attention.attend, *a))(
-    q, layer, view
-  )
+  within = jax.jit(lambda *a: attention.within(attention.attend, *a))
+  got = within(q, pieces, view)
   want = attention.attend(q, layer, view.mask)
   real = positions < SLOTS
   np.testing.assert_allclose(got[real], want[real], rtol=1e-5, atol=1e-6)
   # nothing behind the span is looked at, and all within it may be
-  n = attention.spans(SLOTS)[span]
+  n = kv.spans(SLOTS)[span]
   nan = kv.KV(layer.k.at[..., n:].set(jnp.nan), layer.v.at[:, n:].set(jnp.nan))
-  again = attention.within(attention.attend, q, nan, view)
+  again = within(q, _pieces(nan), view)
   np.testing.assert_array_equal(again[real], np.asarray(got)[real])
 
 
@@ -145,22 +157,43 @@ def test_a_span_holds_what_is_seen(last, span, queries):
 def test_a_window_keeps_its_span(last, span):
   """Padding, whose window lies behind all spans, is finite none the less."""
   positions = jnp.array([[last, SLOTS], [last - 20, SLOTS + 9]])
-  q, layer, _ = _used(positions)
-  (view,) = _views(positions, (layer,), (7,))
+  q, layer, pieces, _ = _used(positions)
+  (view,) = _views(positions, (pieces,), (7,))
   assert int(view.span) == span
   assert view.mask.sum(-1)[:, 0].tolist() == [7, 7]
-  got = attention.within(attention.attend, q, layer, view)
+  got = attention.within(attention.attend, q, pieces, view)
   want = attention.attend(q, layer, view.mask)
   np.testing.assert_allclose(got[:, 0], want[:, 0], rtol=1e-5, atol=1e-6)
   assert np.isfinite(got).all()
 
 
+@pytest.mark.parametrize("rows, queries", [(1, 1), (2, 5), (3, 70)])
+def test_writes_find_their_piece(rows, queries):
+  """Across borders too; what is behind the slots is written nowhere."""
+  rng = np.random.default_rng(2)
+  shape = dict(batch=rows, layers=1, kv_heads=G, head_dim=D, dtype=jnp.float32)
+  (pieces,) = kv.init(slots=SLOTS, **shape)
+  whole = kv.joined(pieces)
+  for first in (0, 254, 480, 511, 600, 639, 640, 900):
+    at = jnp.asarray(first - 7 * np.arange(rows)[:, None] + np.arange(queries))
+    at = jnp.where(at < 0, SLOTS, at)
+    k, v = (jnp.asarray(rng.normal(size=(rows, queries, G, D))) for _ in "kv")
+    pieces, whole = (kv.write(x, k, v, at) for x in (pieces, whole))
+    for a, b in zip(kv.joined(pieces), whole, strict=True):
+      np.testing.assert_array_equal(a, b)
+  assert np.asarray(whole.v).any(-1).sum() > 8
+
+
 def test_where_all_slots_are_attended(monkeypatch):
   """In a short cache, on a mesh, without a cache, and beside a CPU."""
   positions = jnp.array([[3]])
-  layer = _used(positions)[1]
-  assert _used(positions, slots=256)[2].span is None
-  mesh = kv.apart(layer, 1)
+  pieces = _used(positions)[2]
+  assert isinstance(pieces, kv.Pieces)
+  assert _used(positions, slots=256)[3].span is None
+  mesh = kv.apart(pieces, 1)
   assert _views(positions, (mesh,), ())[0].span is None
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  shape = dict(batch=1, layers=1, kv_heads=G, head_dim=D, dtype=jnp.float32)
+  (layer,) = kv.init(slots=SLOTS, **shape)
+  assert isinstance(layer, kv.KV)
   assert _views(positions, (layer,), ())[0].span is None

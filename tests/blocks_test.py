@@ -16,14 +16,20 @@ def _matrix(inner, outer):
   return rng.normal(size=(inner, outer)).astype(np.float32)
 
 
-@pytest.mark.parametrize("outer", [64, 192, 100])
+@pytest.mark.parametrize(
+  "inner, outer, parts",
+  [(48, 64, 1), (48, 192, 1), (48, 100, 1), (1024, 192, 2), (1024, 128, 1)]
+  + [(1025, 192, 1), (1536, 576, 2)],
+)
 @pytest.mark.parametrize("rows", [1, 2, 5, matrix._FEW, 100])
-def test_product(outer, rows):
+def test_product(inner, outer, parts, rows):
   """For few and many rows; 100 columns are no blocks of 64 and stay whole."""
-  w = _matrix(48, outer)
-  x = _matrix(48, rows).T.reshape(1, rows, 48)
+  w = _matrix(inner, outer) * inner**-0.5
+  x = _matrix(inner, rows).T.reshape(1, rows, inner)
   stored = matrix.in_blocks(w, BLOCK)
-  assert stored.shape == matrix.shape(48, outer, BLOCK)
+  assert stored.shape == matrix.shape(inner, outer, BLOCK)
+  if stored.ndim == 3:
+    assert matrix._parts(len(stored), inner) == parts
   assert (stored.ndim == 3) == (outer % BLOCK == 0)
   np.testing.assert_array_equal(matrix.whole(stored), w)
   got = matrix.product(jnp.asarray(x), jnp.asarray(stored))
@@ -32,11 +38,12 @@ def test_product(outer, rows):
 
 
 def test_product_keeps_the_dtype_it_is_asked_for():
-  w = jnp.asarray(matrix.in_blocks(_matrix(48, 64), BLOCK), jnp.bfloat16)
-  for rows in (1, 100):
-    x = jnp.ones((rows, 48), jnp.bfloat16)
-    assert matrix.product(x, w).dtype == jnp.bfloat16
-    assert matrix.product(x, w, jnp.float32).dtype == jnp.float32
+  for inner in (48, 1024):
+    w = jnp.asarray(matrix.in_blocks(_matrix(inner, 64), BLOCK), jnp.bfloat16)
+    for rows in (1, 100):
+      x = jnp.ones((rows, inner), jnp.bfloat16)
+      assert matrix.product(x, w).dtype == jnp.bfloat16
+      assert matrix.product(x, w, jnp.float32).dtype == jnp.float32
 
 
 def _models():

@@ -102,7 +102,8 @@ def test_wide_steps(batch, wide):
     np.testing.assert_allclose(
       taps[stored], np.asarray(want_taps)[stored], atol=1e-5
     )
-    for got, full in zip(cache, want, strict=True):
+    for layers in zip(cache, want, strict=True):
+      got, full = map(kv.joined, layers)
       pairs = (got.k, full.k), (got.v.swapaxes(1, 2), full.v.swapaxes(1, 2))
       for a, b in pairs:
         a, b = (np.moveaxis(rows(x), -1, 1) for x in (a, b))

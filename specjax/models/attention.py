@@ -1,5 +1,6 @@
 """Attention: rotary positions, what each layer sees, and scores on a CPU."""
 
+import functools
 import itertools
 import math
 from typing import NamedTuple
@@ -13,7 +14,6 @@ from specjax import cache as kv
 # in every layer. Those of a few rows stay in the processor's cache.
 _MANY = 1 << 24  # bytes of scores from which on rows take turns
 _TURN = 1 << 22  # bytes of scores of a turn, or one row's
-_SHORTEST = 256  # slots, of which a step sees no fewer
 
 
 class View(NamedTuple):
@@ -21,7 +21,7 @@ class View(NamedTuple):
 
   angles: tuple  # cos and sin, of `rotary`
   mask: jax.Array  # [B, T, S], True where a query sees a key
-  span: jax.Array | None = None  # which of `spans` all of them see in, or all S
+  span: jax.Array | None = None  # which of `cache.spans` all of them see in
 
 
 def views(config, positions, mask, places, caches=None):
@@ -76,7 +76,8 @@ def attend(q, layer, mask, *, scalar=None, cap=None):
   """softmax(q k^T / sqrt(scalar)) v, in float32, over visible slots.
 
   Args:
-    q: [B, T, H, head_dim]; layer: a `cache.KV`, H a multiple of its G.
+    q: [B, T, H, head_dim]; layer: a `cache.KV` or `cache.Pieces`, H a multiple
+      of its G.
     mask: [B, T, S], True where a query sees a slot.
     scalar: None is head_dim.
     cap: of the scores, see `capped`.
@@ -85,23 +86,38 @@ def attend(q, layer, mask, *, scalar=None, cap=None):
     [B, T, H, head_dim]
   """
   B, T, H, d = q.shape
-  *lead, _, S = layer.k.shape  # (B * G,) or (B, G)
+  parts = kv.parts(layer)
+  lead = parts[0].k.shape[:-2]  # (B * G,) or (B, G)
   G = math.prod(lead) // B
   # the queries that share a key head are one matrix
   q = q.reshape(B, T, G, H // G, d).transpose(0, 2, 1, 3, 4)
-  scores = jnp.einsum(
-    "...nd,...ds->...ns",
-    q.reshape(*lead, -1, d),
-    layer.k,
-    preferred_element_type=jnp.float32,
-  )
-  scores = scores.reshape(B, G, T, H // G, S) * (scalar or d) ** -0.5
-  scores = capped(scores, cap)
-  scores = jnp.where(mask[:, None, :, None], scores, -jnp.inf)
-  weights = jax.nn.softmax(scores, axis=-1).astype(layer.v.dtype)
-  out = jnp.einsum("...ns,...sd->...nd", weights.reshape(*lead, -1, S), layer.v)
-  out = out.reshape(B, G, T, H // G, d).transpose(0, 2, 1, 3, 4)
-  return out.reshape(B, T, H, d)
+  q = q.reshape(*lead, -1, d)
+
+  def scored(part, seen):
+    s = jnp.einsum(
+      "...nd,...ds->...ns", q, part.k, preferred_element_type=jnp.float32
+    )
+    s = s.reshape(B, G, T, H // G, -1) * (scalar or d) ** -0.5
+    return jnp.where(seen[:, None, :, None], capped(s, cap), -jnp.inf)
+
+  def weighted(part, w):
+    w = w.reshape(*lead, -1, w.shape[-1]).astype(part.v.dtype)
+    return jnp.einsum(
+      "...ns,...sd->...nd", w, part.v, preferred_element_type=jnp.float32
+    )
+
+  ends = [*itertools.accumulate(part.v.shape[-2] for part in parts)]
+  seen = jnp.split(mask, ends[:-1], -1)
+  scores = [scored(*each) for each in zip(parts, seen, strict=True)]
+  add = functools.partial(functools.reduce, jnp.add)
+  largest = [s.max(-1, keepdims=True) for s in scores]
+  largest = jax.lax.stop_gradient(functools.reduce(jnp.maximum, largest))
+  weights = [jnp.exp(s - largest) for s in scores]
+  out = add([weighted(*each) for each in zip(parts, weights, strict=True)])
+  total = add([w.sum(-1, keepdims=True) for w in weights])
+  out = out.reshape(B, G, T, H // G, d) / total
+  out = out.transpose(0, 2, 1, 3, 4).reshape(B, T, H, d)
+  return out.astype(parts[0].v.dtype)
 
 
 def capped(x, cap):
@@ -109,47 +125,40 @@ def capped(x, cap):
   return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-def spans(slots):
-  """The first so many slots that a step may do with: 256, 512, ..., all."""
-  doubled = itertools.takewhile(
-    lambda n: n < slots, (_SHORTEST << i for i in itertools.count())
-  )
-  return [*doubled, slots]
-
-
 def _span(positions, caches):
-  """The index of the shortest of `spans` in which all queries see, or None.
+  """The index of the shortest of `cache.spans` in which all queries see.
 
-  It is for a CPU, where a cache that is mostly empty would take a tenth of a
-  step; elsewhere a choice costs more. (A program that a CPU lowers for another
-  platform has it.) Caches of a mesh, whose rows are on several devices that
-  would have to agree, have none.
+  None where the cache is in one piece, and all is seen. A choice pays on a CPU,
+  where a cache that is mostly empty would take a tenth of a step; elsewhere it
+  costs more. (A program that a CPU lowers for another platform has it.) Caches
+  of a mesh, whose rows are on several devices that would have to agree, are in
+  one piece.
   """
-  alone = caches and isinstance(caches[0], kv.KV) and caches[0].k.ndim == 3
-  if not alone or jax.default_backend() != "cpu":
+  if not caches or not isinstance(caches[0], kv.Pieces):
     return None
   slots = kv.num_slots(caches)
-  ends = jnp.array(spans(slots)[:-1], jnp.int32)
+  ends = jnp.array(kv.spans(slots)[:-1], jnp.int32)
   # a query at S or behind is padding
   last = jnp.where(positions < slots, positions, -1).max()
-  return (last >= ends).sum() if ends.size else None
+  return (last >= ends).sum()
 
 
 def within(attend, q, layer, view):
   """`attend` over the view's span alone: behind it no query sees anything.
 
   Args:
-    attend: see `in_turns`; layer: a `cache.KV`.
+    attend: see `in_turns`; layer: a `cache.KV`, or `cache.Pieces` with a span.
   """
   if view.span is None:
     return attend(q, layer, view.mask)
 
-  def first(n):
+  def some(i, n):
     return lambda q, layer, mask: attend(
-      q, kv.KV(layer.k[..., :n], layer.v[..., :n, :]), mask[..., :n]
+      q, kv.first(layer, i + 1), mask[..., :n]
     )
 
-  branches = [first(n) for n in spans(view.mask.shape[-1])]
+  ends = kv.spans(view.mask.shape[-1])
+  branches = [some(i, n) for i, n in enumerate(ends)]
   return jax.lax.switch(view.span, branches, q, layer, view.mask)
 
 
@@ -160,14 +169,14 @@ def in_turns(attend, q, layer, mask):
   the scores of a turn again. Other backends hold no scores in memory.
 
   Args:
-    attend: see `attend`, with q [B, T, H, head_dim], a `cache.KV`
+    attend: see `attend`, with q [B, T, H, head_dim], a layer
       of [B * G, ...] and mask [B, T, S].
   """
   B, T, H, _ = q.shape
   row = T * H * mask.shape[-1] * 4  # bytes
   n = _rows(B, row)
   # on a mesh, whose caches are [B, G, ...], rows are on several devices already
-  few = B * row < _MANY or n == B or layer.k.ndim == 4
+  few = B * row < _MANY or n == B or kv.parts(layer)[0].k.ndim == 4
   if few or jax.default_backend() != "cpu":
     return attend(q, layer, mask)
   turns = lambda x: x.reshape(B // n, -1, *x.shape[1:])

@@ -45,12 +45,27 @@ def product(x, matrix, dtype=None):
   rows = x.reshape(-1, x.shape[-1])
   if matrix.ndim == 2 or len(rows) > _FEW:
     return jnp.matmul(x, whole(matrix), preferred_element_type=dtype)
-  each = jnp.broadcast_to(rows, (len(matrix), *rows.shape))
-  y = jnp.matmul(each, matrix, preferred_element_type=dtype)
-  return y.transpose(1, 0, 2).reshape(*x.shape[:-1], -1)
+  blocks, inner, columns = matrix.shape
+  n = _parts(blocks, inner)
+  rows = rows.reshape(-1, n, inner // n).transpose(1, 0, 2)
+  each = jnp.broadcast_to(rows, (blocks, *rows.shape))
+  parts = matrix.reshape(blocks, n, inner // n, columns)
+  wide = jnp.promote_types(x.dtype, jnp.float32)  # until parts are added
+  y = jnp.matmul(each, parts, preferred_element_type=wide).sum(1)
+  y = y.transpose(1, 0, 2).reshape(*x.shape[:-1], -1)
+  return y.astype(dtype or x.dtype)
+
+
+def _parts(blocks, inner):
+  """In how many parts a block is multiplied, one behind the other.
+
+  Two cores share an odd number of large blocks evenly only if each is two.
+  """
+  return 2 if blocks % 2 and inner % 2 == 0 and inner >= _LARGE else 1
 
 
 _FEW = 64  # rows up to which blocks are no slower
+_LARGE = 1024  # rows of a block that are worth sharing
 
 
 def widths(config):
