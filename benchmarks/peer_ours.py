@@ -113,9 +113,9 @@ def logits(model, slots):
 def by_batch(out, model, opened, systems, config, draft, todo, batches):
   """Rows of predicted and measured S, by draft and batch size.
 
-  What is predicted comes first: from plain answers, and from a drafted token
-  and bare target calls that are timed at that batch size. A batch is decoded
-  until its slowest row ends, by either decoder.
+  What is predicted comes first: from plain answers, and from rounds that are
+  timed at that batch size. A batch is decoded until its slowest row ends, by
+  either decoder.
 
   Args: those of `variants`, and
     batches: numbers of rows; todo has a multiple of each.
@@ -175,14 +175,15 @@ def _predicted(model, own, config, sizes, plain):
     **shape,
   )
   prediction = predict.predict(texts, "block")
-  context = forecast.mean_context(found)
-  costs = forecast.bare_costs(model, own, config, context, shape, K)
-  a_round = K * costs.draft.median + costs.call(K + 1)
+  costs = forecast.timed_costs(
+    *(model, own, config, forecast.mean_context(found, sizes.batch), shape, K),
+    whole=True,
+  )
   rounds = iter(prediction.rounds[:, K])
   # a batch ends with its slowest row
   each = lambda b: [next(rounds) for a in b.answers if a.token_ids]
   most = [max(each(b), default=0.0) for b in plain]
-  return sum(most) * a_round, prediction.alpha
+  return sum(most) * costs.round[K].median, prediction.alpha
 
 
 def break_even(rows):

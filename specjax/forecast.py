@@ -180,7 +180,8 @@ def of_run(model, draft, config, sizes, batches, track=lambda groups: groups):
     model, draft, found, config, num_draft=K, track=track, **shape
   )
   prediction = predict.predict(some, draft.opened.verifier)
-  costs = bare_costs(model, draft, config, mean_context(found), shape, K)
+  context = mean_context(found, sizes.batch)
+  costs = timed_costs(model, draft, config, context, shape, K, whole=False)
   costs = costs._replace(
     plain=_of_calls(plain), round={K: _of_calls(speculative)}
   )
@@ -195,9 +196,17 @@ def room(model, draft, slots):
   return min(slots, model.target.context, draft.drafter.context or slots)
 
 
-def mean_context(answers):
-  """The mean number of tokens before a call that answers were made with."""
-  return int(np.mean([len(prompt) + len(ids) / 2 for prompt, ids in answers]))
+def mean_context(answers, batch=1):
+  """The mean number of tokens before a call that answers were made with.
+
+  Of the longest row of each batch: others wait for what its attention takes.
+
+  Args:
+    answers: list of (prompt ids, ids); so many in a row are a batch.
+  """
+  each = [len(prompt) + len(ids) / 2 for prompt, ids in answers]
+  longest = [max(each[i : i + batch]) for i in range(0, len(each), batch)]
+  return int(np.mean(longest))
 
 
 def timed(draft, config, vocab_size, batch):
@@ -207,8 +216,12 @@ def timed(draft, config, vocab_size, batch):
   return pair.join(draft, ask, np.full((batch, 1), -1, np.int32))
 
 
-def bare_costs(model, draft, config, context, shape, K):
-  """`timing.Costs` of drafted tokens and bare calls of a run's shape."""
+def timed_costs(model, draft, config, context, shape, K, *, whole):
+  """`timing.Costs` of drafted tokens and bare calls of a run's shape.
+
+  Args:
+    whole: also of plain steps and rounds.
+  """
   V = model.target.vocab_size
   space = room(model, draft, shape["slots"])
   context, steps = timing.fit(space, context, K, 8)
@@ -220,7 +233,7 @@ def bare_costs(model, draft, config, context, shape, K):
     context=context,
     widths=[K],
     sampling=settings.sampling(config, V),
-    whole=False,
+    whole=whole,
     steps=steps,
     turns=3,
   )[""]

@@ -174,3 +174,10 @@ def test_variants_are_runs_of_their_own():
   differ = functools.partial(np.allclose, atol=1e-3)
   assert not differ(found[0].alpha, found[1].alpha)
   assert not differ(found[0].alpha, found[2].alpha)
+
+
+@pytest.mark.parametrize("batch, want", [(1, 9), (2, 15), (3, 13), (9, 22)])
+def test_rows_wait_for_the_longest(batch, want):
+  """Each batch at what its longest row has; the last batch may be smaller."""
+  answers = [((0,) * n, (0,) * m) for n, m in [(4, 2), (20, 4), (8, 0), (3, 2)]]
+  assert forecast.mean_context(answers, batch) == want
