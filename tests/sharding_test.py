@@ -435,15 +435,17 @@ def test_two_processes_train_together(tmp_path):
 # --- other platforms --------------------------------------------------------
 
 
-@pytest.mark.parametrize("with_draft", [False, True])
-def test_the_loop_lowers_for_every_platform(with_draft):
+@pytest.mark.parametrize(
+  "with_draft, slots", [(False, None), (True, None), (True, 320)]
+)
+def test_the_loop_lowers_for_every_platform(with_draft, slots):
   """For cpu, cuda and tpu, on a machine that has only the first."""
   model = load.model(load.random(meshes.ARCHITECTURE))
   draft = None
   if with_draft:
     part = load.part(model, layers=(0,))
     draft = types.Draft(lm.make(part.target, 288), part.params, 3)
-  how = dict(max_new_tokens=meshes.N, draft=draft)
+  how = dict(max_new_tokens=meshes.N, draft=draft, slots=slots)
   state = generate.start(model.target, model.params, meshes.asked(0.8), **how)
 
   @jax.jit
