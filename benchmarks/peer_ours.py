@@ -167,7 +167,8 @@ def _play(model, own, config, sizes, todo, decoder):
 def _predicted(model, own, config, sizes, plain):
   """(seconds that speculation will take, alpha)."""
   K, shape = own.opened.num_draft, dict(batch=sizes.batch, slots=sizes.slots)
-  found = [(a.prompt_ids, a.token_ids) for b in plain for a in b.answers]
+  each = [forecast.texts_of(b) for b in plain]
+  found = [row for rows in each for row in rows]
   (texts,) = forecast.texts(
     *(model, own, found, config),
     num_draft=K,
@@ -176,13 +177,13 @@ def _predicted(model, own, config, sizes, plain):
   )
   prediction = predict.predict(texts, "block")
   costs = forecast.timed_costs(
-    *(model, own, config, forecast.mean_context(found, sizes.batch), shape, K),
+    *(model, own, config, forecast.mean_context(each), shape, K),
     whole=True,
   )
   rounds = iter(prediction.rounds[:, K])
   # a batch ends with its slowest row
-  each = lambda b: [next(rounds) for a in b.answers if a.token_ids]
-  most = [max(each(b), default=0.0) for b in plain]
+  of = lambda rows: [next(rounds) for _, ids in rows if ids]
+  most = [max(of(rows), default=0.0) for rows in each]
   return sum(most) * costs.round[K].median, prediction.alpha
 
 

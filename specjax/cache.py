@@ -36,9 +36,9 @@ class KV(NamedTuple):
 class Pieces(NamedTuple):
   """One layer whose slots are in several `KV`, as `spans` has them.
 
-  So it is on a CPU, where a step attends to the first few of them as they are.
-  XLA would copy what is cut from a larger array, which takes several times as
-  long as attending to it.
+  So it is on one CPU, with more than 256 slots: a step attends to the first few
+  of them as they are. XLA would copy what is cut from a larger array, which
+  takes several times as long as attending to it.
   """
 
   parts: tuple[KV, ...]

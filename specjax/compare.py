@@ -260,7 +260,9 @@ def costs(model, pairs, asked, answers, config, slots, track):
   """{name: `timing.Costs`} of one row, all drafts taking turns."""
   V, K = model.target.vocab_size, asked.lengths[-1]
   space = min(forecast.room(model, draft, slots) for draft in pairs.values())
-  context, steps = timing.fit(space, forecast.mean_context(answers), K, 16)
+  context, steps = timing.fit(
+    space, forecast.mean_context([[x] for x in answers]), K, 16
+  )
   return timing.measure(
     model.target,
     model.params,

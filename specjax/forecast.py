@@ -165,7 +165,7 @@ def of_run(model, draft, config, sizes, batches, track=lambda groups: groups):
   """
   plain = [b for b in batches if b.decoder == "autoregressive"]
   speculative = [b for b in batches if b.decoder == "speculative"]
-  found = [(a.prompt_ids, a.token_ids) for b in plain for a in b.answers]
+  found = [row for b in plain for row in texts_of(b)]
   if not speculative or not any(ids for _, ids in found):
     return None
   K = draft.opened.num_draft
@@ -180,7 +180,7 @@ def of_run(model, draft, config, sizes, batches, track=lambda groups: groups):
     model, draft, found, config, num_draft=K, track=track, **shape
   )
   prediction = predict.predict(some, draft.opened.verifier)
-  context = mean_context(found, sizes.batch)
+  context = mean_context([texts_of(b) for b in plain])
   costs = timed_costs(model, draft, config, context, shape, K, whole=False)
   costs = costs._replace(
     plain=_of_calls(plain), round={K: _of_calls(speculative)}
@@ -196,17 +196,21 @@ def room(model, draft, slots):
   return min(slots, model.target.context, draft.drafter.context or slots)
 
 
-def mean_context(answers, batch=1):
+def mean_context(batches):
   """The mean number of tokens before a call that answers were made with.
 
-  Of the longest row of each batch: others wait for what its attention takes.
+  Of the longest row of each batch: on a CPU all rows attend to what it has.
 
   Args:
-    answers: list of (prompt ids, ids); so many in a row are a batch.
+    batches: lists of (prompt ids, ids), of rows that were decoded at once.
   """
-  each = [len(prompt) + len(ids) / 2 for prompt, ids in answers]
-  longest = [max(each[i : i + batch]) for i in range(0, len(each), batch)]
-  return int(np.mean(longest))
+  middle = lambda prompt, ids: len(prompt) + len(ids) / 2
+  return int(np.mean([max(middle(*row) for row in rows) for rows in batches]))
+
+
+def texts_of(batch):
+  """(prompt ids, ids) of each answer of an `answers.Batch`."""
+  return [(a.prompt_ids, a.token_ids) for a in batch.answers]
 
 
 def timed(draft, config, vocab_size, batch):

@@ -176,8 +176,13 @@ def test_variants_are_runs_of_their_own():
   assert not differ(found[0].alpha, found[2].alpha)
 
 
-@pytest.mark.parametrize("batch, want", [(1, 9), (2, 15), (3, 13), (9, 22)])
-def test_rows_wait_for_the_longest(batch, want):
-  """Each batch at what its longest row has; the last batch may be smaller."""
-  answers = [((0,) * n, (0,) * m) for n, m in [(4, 2), (20, 4), (8, 0), (3, 2)]]
-  assert forecast.mean_context(answers, batch) == want
+@pytest.mark.parametrize(
+  "sizes, want",
+  [([1, 1, 1, 1], 9), ([2, 2], 15), ([3, 1], 13), ([1, 2, 1], 10), ([4], 22)],
+)
+def test_rows_wait_for_the_longest(sizes, want):
+  """Each batch at what its longest row has; some may be smaller than others."""
+  rows = [((0,) * n, (0,) * m) for n, m in [(4, 2), (20, 4), (8, 0), (3, 2)]]
+  left = iter(rows)
+  batches = [[next(left) for _ in range(n)] for n in sizes]
+  assert forecast.mean_context(batches) == want

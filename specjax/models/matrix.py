@@ -50,10 +50,11 @@ def product(x, matrix, dtype=None):
   rows = rows.reshape(-1, n, inner // n).transpose(1, 0, 2)
   each = jnp.broadcast_to(rows, (blocks, *rows.shape))
   parts = matrix.reshape(blocks, n, inner // n, columns)
-  wide = jnp.promote_types(x.dtype, jnp.float32)  # until parts are added
+  found = dtype or jnp.result_type(x, matrix)
+  wide = jnp.promote_types(found, jnp.float32)  # until parts are added
   y = jnp.matmul(each, parts, preferred_element_type=wide).sum(1)
   y = y.transpose(1, 0, 2).reshape(*x.shape[:-1], -1)
-  return y.astype(dtype or x.dtype)
+  return y.astype(found)
 
 
 def _parts(blocks, inner):

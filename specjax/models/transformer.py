@@ -256,7 +256,8 @@ def layers(config, params, x, positions, mask, caches):
   Args:
     params: a dict with "layer_0", "layer_1", ...
     x: [B, T, D]; positions: [B, T].
-    mask: [B, T, S]; caches: one a layer, `cache.KV` or `cache.Passes`, or None.
+    mask: [B, T, S].
+    caches: one a layer, as of `cache.init` or a `cache.Passes`; or None.
 
   Returns:
     x, and what each layer's keys and values are now.
