@@ -71,9 +71,12 @@ def init(*, batch, slots, layers, kv_heads, head_dim, dtype):
       v=jnp.zeros((rows, n, head_dim), dtype),
     )
 
-  ends = spans(slots) if jax.default_backend() == "cpu" else [slots]
-  sizes = [end - at for at, end in zip([0, *ends], ends, strict=False)]
-  layer = lambda: _layer([some(n) for n in sizes])
+  def layer():
+    if jax.default_backend() != "cpu" or slots <= _SHORTEST:
+      return some(slots)
+    between = itertools.pairwise([0, *spans(slots)])
+    return Pieces(tuple(some(end - at) for at, end in between))
+
   return tuple(layer() for _ in range(layers))
 
 
@@ -85,18 +88,14 @@ def spans(slots):
   return [*doubled, slots]
 
 
-def _layer(parts):
-  return parts[0] if len(parts) == 1 else Pieces(tuple(parts))
-
-
 def parts(layer):
   """The `KV` that a layer's slots are in."""
   return layer.parts if isinstance(layer, Pieces) else (layer,)
 
 
-def first(layer, n):
-  """The layer's first n parts."""
-  return _layer(parts(layer)[:n])
+def ends(layer):
+  """How many slots there are up to the end of each of a layer's parts."""
+  return [*itertools.accumulate(part.v.shape[-2] for part in parts(layer))]
 
 
 def joined(layer):
@@ -121,9 +120,7 @@ def write(layer, k, v, positions):
   start past the end would otherwise be clamped onto live entries.
   """
   if isinstance(layer, Pieces):
-    sizes = [part.v.shape[-2] for part in layer.parts]
-    starts = itertools.accumulate([0, *sizes[:-1]])
-    each = zip(layer.parts, starts, strict=True)
+    each = zip(layer.parts, [0, *ends(layer)[:-1]], strict=True)
     return Pieces(tuple(write(x, k, v, positions - at) for x, at in each))
   B, T, G, d = k.shape
   options = dict(mode="drop", wrap_negative_indices=False)
@@ -250,7 +247,7 @@ def widths(batch, slots):
 
 def num_slots(cache):
   """S of a cache."""
-  return sum(part.v.shape[-2] for part in parts(cache[0]))
+  return ends(cache[0])[-1]
 
 
 def visible(positions, slots):

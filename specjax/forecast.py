@@ -165,7 +165,8 @@ def of_run(model, draft, config, sizes, batches, track=lambda groups: groups):
   """
   plain = [b for b in batches if b.decoder == "autoregressive"]
   speculative = [b for b in batches if b.decoder == "speculative"]
-  found = [row for b in plain for row in texts_of(b)]
+  each = [texts_of(b) for b in plain]
+  found = [row for rows in each for row in rows]
   if not speculative or not any(ids for _, ids in found):
     return None
   K = draft.opened.num_draft
@@ -180,7 +181,7 @@ def of_run(model, draft, config, sizes, batches, track=lambda groups: groups):
     model, draft, found, config, num_draft=K, track=track, **shape
   )
   prediction = predict.predict(some, draft.opened.verifier)
-  context = mean_context([texts_of(b) for b in plain])
+  context = mean_context(each)
   costs = timed_costs(model, draft, config, context, shape, K, whole=False)
   costs = costs._replace(
     plain=_of_calls(plain), round={K: _of_calls(speculative)}

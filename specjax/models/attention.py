@@ -1,7 +1,6 @@
 """Attention: rotary positions, what each layer sees, and scores on a CPU."""
 
 import functools
-import itertools
 import math
 from typing import NamedTuple
 
@@ -106,8 +105,7 @@ def attend(q, layer, mask, *, scalar=None, cap=None):
       "...ns,...sd->...nd", w, part.v, preferred_element_type=jnp.float32
     )
 
-  ends = [*itertools.accumulate(part.v.shape[-2] for part in parts)]
-  seen = jnp.split(mask, ends[:-1], -1)
+  seen = jnp.split(mask, kv.ends(layer)[:-1], -1)
   scores = [scored(*each) for each in zip(parts, seen, strict=True)]
   add = functools.partial(functools.reduce, jnp.add)
   largest = [s.max(-1, keepdims=True) for s in scores]
@@ -136,11 +134,10 @@ def _span(positions, caches):
   """
   if not caches or not isinstance(caches[0], kv.Pieces):
     return None
-  slots = kv.num_slots(caches)
-  ends = jnp.array(kv.spans(slots)[:-1], jnp.int32)
+  *ends, slots = kv.ends(caches[0])
   # a query at S or behind is padding
   last = jnp.where(positions < slots, positions, -1).max()
-  return (last >= ends).sum()
+  return (last >= jnp.array(ends, jnp.int32)).sum()
 
 
 def within(attend, q, layer, view):
@@ -152,13 +149,12 @@ def within(attend, q, layer, view):
   if view.span is None:
     return attend(q, layer, view.mask)
 
-  def some(i, n):
+  def first(n, end):  # parts, which hold so many slots
     return lambda q, layer, mask: attend(
-      q, kv.first(layer, i + 1), mask[..., :n]
+      q, kv.Pieces(layer.parts[:n]), mask[..., :end]
     )
 
-  ends = kv.spans(view.mask.shape[-1])
-  branches = [some(i, n) for i, n in enumerate(ends)]
+  branches = [first(n, end) for n, end in enumerate(kv.ends(layer), 1)]
   return jax.lax.switch(view.span, branches, q, layer, view.mask)
 
 
