@@ -91,6 +91,7 @@ def test_spans(slots, want):
   (layer,) = kv.init(slots=slots, **shape)
   ends = itertools.accumulate(x.v.shape[1] for x in kv.parts(layer))
   assert [*ends] == want and kv.num_slots((layer,)) == slots
+  assert isinstance(layer, kv.KV if len(want) == 1 else kv.Pieces)
 
 
 SLOTS = 640

@@ -18,11 +18,12 @@ import jax.numpy as jnp
 import meshes
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from configs import smollm2, tiny, tiny_train
 from specjax import (
+  cache,
   generate,
   memory,
   multihost,
@@ -430,6 +431,28 @@ def test_two_processes_train_together(tmp_path):
   assert len((tmp_path / "two" / "runs.jsonl").read_text().splitlines()) == 1
   assert (tmp_path / "two" / "draft" / "config.json").is_file()
   assert not second[2]
+
+
+# --- caches in pieces, which one CPU has ------------------------------------
+
+
+def test_caches_of_a_mesh_are_in_one_piece():
+  """Of target and draft, with what a draft has fed to its own."""
+  auto = (AxisType.Auto, AxisType.Auto)
+  mesh, slots = jax.make_mesh((1, 1), sharding.AXES, axis_types=auto), 320
+  model = load.model(load.random(meshes.ARCHITECTURE))
+  of = lm.make(model.target, 288)
+  prompt = np.random.default_rng(0).integers(0, 288, (2, slots)).astype("i4")
+  length = np.array([300, 9], np.int32)
+  init = lambda of: of.init(model.params, prompt, length, None, slots)
+  alone, cut = init(of), init(sharding.drafter(of, mesh))
+  empty = sharding.target(model.target, mesh).init_cache(2, slots)
+  for one, own, target in zip(alone, cut, empty, strict=True):
+    assert isinstance(one, cache.Pieces)
+    assert isinstance(own, cache.KV) and isinstance(target, cache.KV)
+    assert jax.tree.map(jnp.shape, own) == jax.tree.map(jnp.shape, target)
+    for a, b in zip(cache.joined(one), own, strict=True):
+      np.testing.assert_array_equal(np.asarray(a).reshape(b.shape), b)
 
 
 # --- other platforms --------------------------------------------------------
